@@ -1,0 +1,1 @@
+"""The COPUS callback for Fabric and Trainer."""

@@ -1,0 +1,1 @@
+"""Numbers only: this subpackage imports neither torch nor lightning nor deepspeed."""

@@ -1,0 +1,1 @@
+"""Samples by global position: every sample once and in order over any sequence of switches."""

@@ -1,0 +1,1 @@
+"""Lightning strategies over the engine."""
