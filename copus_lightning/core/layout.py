@@ -207,9 +207,8 @@ class Configuration:
             below = self.global_batch_size // unit * unit
             nearest = f"{below} or {below + unit}" if below else str(below + unit)
             raise ValueError(
-                f"global_batch_size={self.global_batch_size} does not divide by {unit}"
-                f" ({self.layout.data} data ranks of {self.layout} x micro_batch_size={self.micro_batch_size}):"
-                f" use {nearest}"
+                f"global_batch_size={self.global_batch_size} does not divide by {unit} ({self.layout.data}"
+                f" data ranks of {self.layout} x micro_batch_size={self.micro_batch_size}): use {nearest}"
             )
 
     @property
