@@ -12,12 +12,12 @@ Each element thus travels once to each rank that needs and does not hold it: the
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from copus_lightning.core.layout import Layout
+from copus_lightning.engine.sources import share_out
 from copus_lightning.engine.state import Placement, Rectangle, StateMap, rectangles
 
 
@@ -122,6 +122,26 @@ def plan(
             for one another. None: all ranks are equally near.
     """
     return _Planner(state_map, source, target, rank, ranks_per_node).plan()
+
+
+def missing_elements(state_map: StateMap, source: Layout, target: Layout, rank: int) -> int:
+    """Elements of one state (a master or a moment) that a rank needs under `target` and lacks under `source`.
+
+    Their sum over ranks is the lower bound of what any exchange can move. It is worked out from the rank's own
+    pieces, not from a plan.
+    """
+    missing = 0
+    old, new = Placement(state_map, source), Placement(state_map, target)
+    old_place, new_place = _place(source, rank), _place(target, rank)
+    held = set(old.held(*old_place))
+    for tensor in new.held(*new_place):
+        missing += new.piece(tensor, *new_place).numel
+        if tensor in held:
+            for mine in _piece_rectangles(old, tensor, old_place):
+                for wanted in _piece_rectangles(new, tensor, new_place):
+                    top, bottom, left, right = _intersection(mine, wanted)
+                    missing -= max(bottom - top, 0) * max(right - left, 0)
+    return missing
 
 
 class _Planner:
@@ -232,52 +252,6 @@ class _Planner:
         return Move(tensor, (top, bottom), (left, right), *views)
 
 
-def share_out(
-    holders: Sequence[int], needers: Sequence[int], ranks_per_node: int, turn: int = 0
-) -> list[tuple[int, int]]:
-    """Give each needer that is not a holder one holder: on its own node if it can be, then the least loaded.
-
-    Args:
-        holders: Ranks, ascending.
-        needers: Ranks, ascending.
-        ranks_per_node: Ranks of one node.
-        turn: How often the same question came before; the first holder to be asked moves on with it, so that
-            load left uneven by one tensor evens out over the next.
-
-    Returns:
-        Pairs (holder, needer), each needer once.
-    """
-    assert holders, "nobody holds the element"
-    holding = set(holders)
-    takers = [rank for rank in needers if rank not in holding]
-    if not takers:
-        return []
-    start = turn * len(takers) % len(holders)
-    order = {rank: (index - start) % len(holders) for index, rank in enumerate(holders)}
-    by_node: dict[int, list[int]] = {}
-    for rank in holders:
-        by_node.setdefault(rank // ranks_per_node, []).append(rank)
-    load = dict.fromkeys(holders, 0)
-    pairs = []
-    far = []
-    # Takers with no choice of node first, so that those with a choice can go round the load that these make.
-    for taker in takers:
-        near = by_node.get(taker // ranks_per_node)
-        if near is None:
-            far.append(taker)
-            continue
-        giver = min(near, key=lambda rank: (load[rank], order[rank]))
-        load[giver] += 1
-        pairs.append((giver, taker))
-    queue = [(load[rank], order[rank], rank) for rank in holders]
-    heapq.heapify(queue)
-    for taker in far:
-        count, place, giver = queue[0]
-        heapq.heapreplace(queue, (count + 1, place, giver))
-        pairs.append((giver, taker))
-    return pairs
-
-
 def merge(moves: list[Move]) -> list[Move]:
     """Join neighbouring rectangles of one pair of pieces.
 
@@ -341,7 +315,7 @@ def _cells(
         last = (start + (bottom - 1) * width + end - 1 - low) // size
         for data_rank in range(first, last + 1):
             for part in _piece_rectangles(side, tensor, (stage, tensor_rank, data_rank)):
-                common = max(part[0], top), min(part[1], bottom), max(part[2], begin), min(part[3], end)
+                common = _intersection(part, (top, bottom, begin, end))
                 if common[0] < common[1] and common[2] < common[3]:
                     yield common, _Cell(stage, tensor_rank, data_rank)
 
@@ -352,6 +326,11 @@ def _piece_rectangles(side: Placement, tensor: int, place: tuple[int, int, int])
     piece = side.piece(tensor, *place)
     parts = rectangles(piece.flat_start, piece.flat_stop, high - low)
     return [(top, bottom, left + low, right + low) for top, bottom, left, right in parts]
+
+
+def _intersection(one: Rectangle, other: Rectangle) -> Rectangle:
+    """What two rectangles share; stops lie at or before starts if that is nothing."""
+    return max(one[0], other[0]), min(one[1], other[1]), max(one[2], other[2]), min(one[3], other[3])
 
 
 def _turns(state_map: StateMap) -> list[int]:
