@@ -1,0 +1,352 @@
+"""Builds a layout, fills it, and carries the state from one layout to the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from copus_lightning.core.layout import Layout
+from copus_lightning.engine.exchange import missing_elements, plan
+from copus_lightning.engine.groups import LayoutGroups
+from copus_lightning.engine.layers import vocabulary_cross_entropy
+from copus_lightning.engine.model import ModelDescription
+from copus_lightning.engine.optimizer import MASTER, OptimizerHandle, ShardOptimizer
+from copus_lightning.engine.pipeline import MicroBatch, StageEngine
+from copus_lightning.engine.probes import GradientNorms, MicroBatchProbe
+from copus_lightning.engine.state import LogicalTensor, Piece, StateMap
+from copus_lightning.engine.transfer import Exchange, Storages
+
+IGNORED = -100
+
+
+class Live:
+    """The layout that is alive on this rank: groups, DeepSpeed's engine, the local optimizer, the probe.
+
+    Attributes:
+        loss_scale: 0-d tensor that each micro-batch's summed loss is multiplied with: one over the target
+            tokens of the global batch.
+    """
+
+    def __init__(
+        self,
+        groups: LayoutGroups,
+        engine: StageEngine,
+        optimizer: ShardOptimizer,
+        state_map: StateMap,
+        tied: set[str],
+        rank: int,
+    ) -> None:
+        self.groups, self.engine, self.optimizer, self.state_map = groups, engine, optimizer, state_map
+        self.layout = groups.layout
+        self.rank = rank
+        self.pieces: list[Piece] = state_map.pieces(self.layout, rank)
+        self.loss_scale = torch.ones(())
+        self.norms = GradientNorms()
+        at = self.layout.coordinates(rank)
+        last = self.layout.pipeline - 1
+        by_name = {t.name: t for t in state_map.tensors}
+        split_ends = {n for n in tied if last > 0 and at.pipeline in (0, last)}
+        self._counted: set[str] = set()
+        """Parameters whose reduced gradient this rank counts in the global norm."""
+        probed, tied_parameter, tied_bounds = [], None, (0, 0)
+        for name, parameter in optimizer.parameters.items():
+            tensor = by_name[name]
+            whole_here = tensor.shard_dim is not None or at.tensor == 0
+            if name in split_ends:
+                parameter.copus_tied = True
+                if whole_here:
+                    tied_parameter = parameter
+                    bounds = tensor.shard_dim is not None
+                    tied_bounds = (
+                        tensor.shard_bounds(self.layout.tensor, at.tensor) if bounds else (0, tensor.shape[0])
+                    )
+            elif whole_here:
+                probed.append(parameter)
+            if whole_here and not (name in split_ends and at.pipeline == last):
+                self._counted.add(name)
+        self.probe = MicroBatchProbe(probed, tied_parameter, at.pipeline == 0, tied_bounds, groups.ends)
+
+    def name(self, piece: Piece) -> str:
+        """Logical name of a piece's tensor."""
+        return self.state_map.tensors[piece.tensor].name
+
+    def squared_gradient_norm(self) -> torch.Tensor:
+        """This rank's share of the squared norm of the reduced gradient, 0-d fp64.
+
+        Data ranks share the work: with ZeRO-1 each counts its own partition, with ZeRO-0 every n-th parameter.
+        """
+        gradients = self.optimizer.gradients()
+        data_rank = self.layout.coordinates(self.rank).data
+        parts = []
+        for piece in self.pieces:
+            name = self.name(piece)
+            if name not in self._counted or name not in gradients:
+                continue
+            if self.state_map.zero_stage == 0 and piece.tensor % self.layout.data != data_rank:
+                continue
+            parts.append(gradients[name].reshape(-1)[piece.flat_start : piece.flat_stop])
+        device = self.loss_scale.device
+        if not parts:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack(torch._foreach_norm(parts)).double().square().sum()
+
+    def storages(self, with_state: bool) -> Storages:
+        """Flat fp32 storage of every piece: the master, and the optimizer's moments if there are any."""
+        return Storages(
+            [
+                {
+                    key: self.optimizer.storage(piece, self.name(piece), key)
+                    for key in (self.optimizer.keys(piece.group) if with_state else (MASTER,))
+                }
+                for piece in self.pieces
+            ]
+        )
+
+    def close(self) -> None:
+        """Drops engine, hooks and references; groups are the cache's."""
+        self.engine.deactivate()
+        self.optimizer.close()
+
+
+@dataclass
+class Prepared:
+    """A layout of which everything is ready that needs neither the old state nor device memory."""
+
+    groups: LayoutGroups
+    engine: StageEngine
+    state_map: StateMap
+
+
+class Assembler:
+    """Makes :class:`Live` layouts of one model and one optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: Any,
+        device: torch.device,
+        own: ProcessGroup,
+        seed: int,
+    ) -> None:
+        names: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            names[id(parameter)] = name
+        trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+        frozen = sorted(set(names.values()) - trainable)
+        if frozen:
+            raise ValueError(
+                f"{len(frozen)} parameters do not require a gradient, first {frozen[0]!r}: "
+                "frozen parameters are not supported yet, set requires_grad=True"
+            )
+        self.handle = OptimizerHandle(optimizer, names, trainable)
+        self.description = ModelDescription(model, seed)
+        self._release_originals(optimizer)
+        self.settings, self.device, self.own = settings, device, own
+        self.rank = dist.get_rank()
+        self.state_map = self.description.state_map(settings.zero_stage, self.handle.groups)
+
+    @staticmethod
+    def _release_originals(optimizer: Optimizer) -> None:
+        """The user's optimizer keeps its parameters as handles only: their storage is not needed."""
+        # The description holds the values until they are handed out.
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.is_meta:
+                    parameter.data = parameter.data.new_empty(0)
+
+    # -- building ----------------------------------------------------------------------------------------------
+
+    def prepare(self, groups: LayoutGroups) -> Prepared:
+        """Everything of a layout that needs no old state and no memory. No collective call."""
+        stage = self.description.build_stage(self.state_map, groups, self.rank)
+        engine = StageEngine.build(stage, self.own, lambda *_: torch.zeros(()), self.settings.dtype)
+        return Prepared(groups=groups, engine=engine, state_map=self.state_map)
+
+    def materialise(self, prepared: Prepared) -> Live:
+        """Gives a prepared layout its memory (with undefined contents) and enters it. No collective call."""
+        engine, layout = prepared.engine, prepared.groups.layout
+        _allocate(engine.module, self.device, self.settings.dtype)
+        order = {t.name: i for i, t in enumerate(self.state_map.tensors)}
+        parameters = engine.module.stage.logical_parameters(self.description.tied)
+        parameters = {n: parameters[n] for n in sorted(parameters, key=order.__getitem__)}
+        shards = prepared.groups.data if self.settings.zero_stage == 1 else self.own
+        optimizer = ShardOptimizer(self.handle, parameters, self.settings.zero_stage, shards)
+        engine.activate(prepared.groups, optimizer.engine_optimizer)
+        tied = set(self.description.tied.values())
+        live = Live(prepared.groups, engine, optimizer, self.state_map, tied, self.rank)
+        live.loss_scale = live.loss_scale.to(self.device)
+        live.norms.to(self.device)
+        engine.module.loss_fn = self._loss_fn(live, layout)
+        return live
+
+    def _loss_fn(self, live: Live, layout: Layout) -> Callable[..., torch.Tensor]:
+        group = live.groups.tensor if layout.tensor > 1 else None
+        vocabulary = self.description.shape.vocab_size
+        head = LogicalTensor("head", (vocabulary, 1), shard_dim=0, on_last=True)
+        bounds = head.shard_bounds(layout.tensor, layout.coordinates(self.rank).tensor)
+
+        def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return vocabulary_cross_entropy(logits, targets, group, bounds) * live.loss_scale
+
+        return loss_fn
+
+    def first(self, groups: LayoutGroups) -> Live:
+        """The first layout, with the model's initial weights."""
+        self._agree_on_weights()
+        live = self.materialise(self.prepare(groups))
+        storages = live.storages(with_state=False)
+        for piece, storage in zip(live.pieces, storages.by_piece, strict=True):
+            tensor = self.state_map.tensors[piece.tensor]
+            whole = self.description.initial_weight(tensor)
+            at = live.layout.coordinates(self.rank)
+            if tensor.shard_dim is not None:
+                low, high = tensor.shard_bounds(live.layout.tensor, at.tensor)
+                whole = whole.narrow(tensor.shard_dim, low, high - low)
+            storage[MASTER].copy_(whole.reshape(-1)[piece.flat_start : piece.flat_stop])
+        live.optimizer.publish_weights()
+        self.description.forget_weights()
+        return live
+
+    def _agree_on_weights(self) -> None:
+        """Rank 0's weights count, as under DDP, if the ranks were not seeded alike."""
+        weights = self.description.initial_weights
+        if not weights:
+            return
+        sums = torch.stack([w.double().sum().cpu() for w in weights.values()]).to(self.device)
+        first = sums.clone()
+        dist.broadcast(first, 0)
+        differs = torch.tensor([float(not torch.equal(first, sums))], device=self.device)
+        dist.all_reduce(differs)
+        if differs.item():
+            for name in list(weights):
+                value = weights[name].to(self.device)
+                dist.broadcast(value, 0)
+                weights[name] = value.cpu()
+
+    # -- switching ---------------------------------------------------------------------------------------------
+
+    def switch(self, live: Live, groups: LayoutGroups, report: Any) -> Live:
+        """Carries weights and optimizer state from a live layout into another."""
+        clock = _Clock(report.seconds)
+        prepared = self.prepare(groups)
+        exchange_plan = plan(
+            self.state_map, live.layout, groups.layout, self.rank, self.settings.ranks_per_node
+        )
+        clock.lap("prepare")
+        scalars = self._agree_on_scalars(live)
+        with_state = bool(scalars)
+        source = live.storages(with_state)
+        if self.device.type != "cpu":
+            source = Storages([{k: v.to("cpu") for k, v in piece.items()} for piece in source.by_piece])
+        clock.lap("stage")
+        live.close()
+        clock.lap("free")
+        new = self.materialise(prepared)
+        clock.lap("build")
+        keys = [new.optimizer.keys(t.group) if with_state else (MASTER,) for t in self.state_map.tensors]
+        exchange = Exchange(
+            exchange_plan,
+            source,
+            new.storages(with_state),
+            keys,
+            None,
+            self.device,
+            self.settings.buffer_bytes,
+        )
+        exchange.run()
+        clock.lap("exchange")
+        new.optimizer.load_scalars(scalars)
+        new.optimizer.publish_weights()
+        clock.lap("load")
+        missing = missing_elements(self.state_map, live.layout, groups.layout, self.rank)
+        per_element = 4.0 * (1 + max((len(s.elementwise) for s in self.handle.schemas), default=0))
+        counts = torch.tensor(
+            [float(exchange.bytes_received), missing * (per_element if with_state else 4.0)],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        dist.all_reduce(counts)
+        report.bytes_moved, report.bytes_lower_bound = (round(c) for c in counts.tolist())
+        return new
+
+    @staticmethod
+    def _agree_on_scalars(live: Live) -> dict[int, dict[str, Any]]:
+        """Step counts by user group, from whichever rank has them."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, live.optimizer.scalars())
+        return {group: values for mine in everyone for group, values in mine.items()}
+
+    # -- data and inspection -----------------------------------------------------------------------------------
+
+    def split(self, batch: Mapping[str, torch.Tensor], micro_batch_size: int) -> list[MicroBatch]:
+        """Cuts a batch into micro-batches and shifts its labels, on the device."""
+        known = {k: v.to(self.device) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+        ids = known.pop("input_ids")
+        labels = known.pop("labels", ids)
+        targets = torch.full_like(labels, IGNORED)
+        targets[:, :-1] = labels[:, 1:]
+        counts = (targets != IGNORED).flatten(1).sum(1)
+        batches = []
+        for start in range(0, ids.shape[0], micro_batch_size):
+            rows = slice(start, start + micro_batch_size)
+            extras = {k: v[rows] for k, v in known.items()}
+            batches.append(MicroBatch(ids[rows].contiguous(), targets[rows], extras, counts[rows].sum()))
+        return batches
+
+    def gather(self, live: Live, key: str) -> dict[str, torch.Tensor]:
+        """Whole tensors of one state key or of the gradient, on every rank."""
+        gradients = live.optimizer.gradients() if key == "gradient" else {}
+        whole: dict[str, torch.Tensor] = {}
+        for tensor in self.state_map.tensors:
+            whole[tensor.name] = torch.full(tensor.matrix_shape, -torch.inf)
+        tensor_rank = live.layout.coordinates(self.rank).tensor
+        for piece in live.pieces:
+            tensor = self.state_map.tensors[piece.tensor]
+            low, high = tensor.shard_columns(live.layout.tensor, tensor_rank)
+            if key == "gradient":
+                flat = gradients[tensor.name].detach().reshape(-1)[piece.flat_start : piece.flat_stop]
+            else:
+                flat = live.optimizer.storage(piece, tensor.name, key)
+            shard = torch.full((tensor.matrix_shape[0] * (high - low),), -torch.inf)
+            shard[piece.flat_start : piece.flat_stop] = flat.cpu()
+            target = whole[tensor.name][:, low:high]
+            target.copy_(torch.maximum(target, shard.view(target.shape)))
+        for tensor in self.state_map.tensors:
+            value = whole[tensor.name].to(self.device)
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+            whole[tensor.name] = value.cpu().view(tensor.shape)
+        return whole
+
+
+class _Clock:
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.last = seconds, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
+        self.last = now
+
+
+def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Replaces every ``meta`` parameter by an uninitialised one on ``device``; moves buffers there."""
+    replaced: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            if parameter.is_meta and id(parameter) not in replaced:
+                real = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
+                real.__dict__.update(parameter.__dict__)
+                replaced[id(parameter)] = real
+            if id(parameter) in replaced:
+                child._parameters[name] = replaced[id(parameter)]
+        for name, buffer in list(child.named_buffers(recurse=False)):
+            child._buffers[name] = buffer.to(device)

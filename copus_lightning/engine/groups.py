@@ -1,0 +1,108 @@
+"""Process groups of a layout: the only place that makes or ends one.
+
+Making a group is a collective call on every rank of the world, so groups are made in one fixed order: axis by
+axis, and within an axis in order of their first rank. Groups with the same members are shared between axes and
+between layouts; a group of all ranks is the WORLD group itself, which lives as long as the process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from copus_lightning.core.layout import Layout
+
+AXES = ("data", "tensor", "pipeline", "replica", "ends")
+
+
+def axis_groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
+    """Members of every group of ``axis``, in order of their first rank; each rank is in exactly one.
+
+    ``data``, ``tensor`` and ``pipeline`` hold the ranks that differ in that coordinate alone; ``replica`` the
+    ranks of one data index (a whole copy of the model); ``ends`` the first and the last stage's ranks of one
+    data and tensor index, for a weight tied over both (other stages are alone).
+    """
+    ranks = range(layout.world_size)
+    if axis in ("data", "tensor", "pipeline"):
+        groups = {tuple(layout.axis_ranks(axis, rank)) for rank in ranks}
+    elif axis == "replica":
+        groups = {
+            tuple(r for r in ranks if layout.coordinates(r).data == d) for d in range(layout.data)
+        }
+    else:
+        groups = set()
+        for rank in ranks:
+            line = layout.axis_ranks("pipeline", rank)
+            groups.add((line[0], line[-1]) if rank in (line[0], line[-1]) and len(line) > 1 else (rank,))
+    return sorted(groups)
+
+
+@dataclass(frozen=True)
+class LayoutGroups:
+    """This rank's process groups under one layout; the attributes are the axes of :func:`axis_groups`."""
+
+    layout: Layout
+    data: ProcessGroup
+    tensor: ProcessGroup
+    pipeline: ProcessGroup
+    replica: ProcessGroup
+    ends: ProcessGroup
+
+
+class GroupCache:
+    """Makes, shares and ends process groups.
+
+    Args:
+        keep: Keep the groups of layouts that are no longer used, so that a return to one costs nothing. If
+            false, :meth:`release` ends every group that the remaining layouts do not need.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
+        self.keep = keep
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def get(self, layout: Layout) -> LayoutGroups:
+        """The groups of ``layout``. Every rank of the world must call this in the same order."""
+        rank = dist.get_rank()
+        mine: dict[str, ProcessGroup] = {}
+        for axis in AXES:
+            for members in axis_groups(layout, axis):
+                group = self._group(members)
+                if rank in members:
+                    mine[axis] = group
+        return LayoutGroups(layout=layout, **mine)
+
+    def own(self) -> ProcessGroup:
+        """A group of this rank alone. Collective, like :meth:`get`."""
+        groups = [self._group((rank,)) for rank in range(dist.get_world_size())]
+        return groups[dist.get_rank()]
+
+    def _group(self, members: tuple[int, ...]) -> ProcessGroup:
+        if len(members) == dist.get_world_size():
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        if members not in self._groups:
+            self._groups[members] = dist.new_group(list(members))
+        return self._groups[members]
+
+    def release(self, alive: list[Layout]) -> None:
+        """Ends the groups that no layout of ``alive`` needs, unless groups are kept. Collective."""
+        if self.keep:
+            return
+        needed = {(rank,) for rank in range(dist.get_world_size())} if alive else set()
+        needed |= {members for layout in alive for axis in AXES for members in axis_groups(layout, axis)}
+        for members in [m for m in self._groups if m not in needed]:
+            group = self._groups.pop(members)
+            if dist.get_rank() in members:
+                dist.destroy_process_group(group)
+
+    def close(self) -> None:
+        """Ends every group that was made here."""
+        self.keep = False
+        self.release([])
+
+    def __len__(self) -> int:
+        """Number of groups made here and still alive."""
+        return len(self._groups)

@@ -1,0 +1,150 @@
+"""Carries out an exchange plan between the ranks of the WORLD group.
+
+Pieces are packed per peer into one bounded buffer and sent rank to rank; what a rank keeps is copied locally.
+Peers meet in the rounds of a round-robin tournament, so that every rank talks to one other at a time and no
+cycle can form; a pair that has nothing to exchange skips its round without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from copus_lightning.engine.exchange import ExchangePlan, Move, View
+
+DEFAULT_BUFFER_BYTES = 64 * 2**20
+
+
+class Storages(NamedTuple):
+    """Flat fp32 storages of a rank's pieces: by piece index, one 1-D tensor per state key of its group."""
+
+    by_piece: Sequence[dict[str, torch.Tensor]]
+
+    def view(self, view: View, shape: tuple[int, int], key: str) -> torch.Tensor:
+        """A move's rectangle as a strided view of the piece's storage."""
+        storage = self.by_piece[view.piece][key]
+        offset = storage.storage_offset() + view.offset
+        return torch.as_strided(storage, shape, (view.stride, 1), offset)
+
+
+def rounds(world_size: int, rank: int) -> Iterator[int]:
+    """The peers of ``rank`` in tournament order: in each round the pairs of all ranks are disjoint."""
+    n = world_size + world_size % 2
+    for r in range(n - 1):
+        if rank == n - 1:
+            peer = next(i for i in range(n - 1) if (2 * i - r) % (n - 1) == 0)
+        else:
+            peer = (r - rank) % (n - 1)
+            if peer == rank:
+                peer = n - 1
+        if peer < world_size:
+            yield peer
+
+
+class Exchange:
+    """One rank's part in an exchange.
+
+    Args:
+        plan: What to keep, send and receive.
+        source: Storages of the pieces under the old layout.
+        target: Storages of the pieces under the new layout.
+        keys: State keys that travel for each tensor, by tensor index.
+        group: Group of all ranks over which pieces travel.
+        device: Where the backend wants its buffers.
+        buffer_bytes: Size of the buffer; half serves sending and half receiving.
+
+    Attributes:
+        bytes_sent: Bytes that left this rank.
+        bytes_received: Bytes that came from others.
+    """
+
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        source: Storages,
+        target: Storages,
+        keys: Sequence[tuple[str, ...]],
+        group: ProcessGroup | None,
+        device: torch.device,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+    ) -> None:
+        self.plan, self.source, self.target, self.keys = plan, source, target, keys
+        self.group, self.device = group, device
+        self.half = max(buffer_bytes // 8, 1)  # fp32 elements in half a buffer
+        self.bytes_sent = self.bytes_received = 0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Moves everything. Collective over the ranks that have something to exchange with one another."""
+        for move in self.plan.keeps:
+            for key in self.keys[move.tensor]:
+                self.target.view(move.target, move.shape, key).copy_(
+                    self.source.view(move.source, move.shape, key)
+                )
+        outgoing = torch.empty(0, device=self.device)
+        incoming = torch.empty(0, device=self.device)
+        for peer in rounds(dist.get_world_size(), self.plan.rank):
+            sends = list(self._chunks(self.plan.sends.get(peer, []), self.source, "source"))
+            receives = list(self._chunks(self.plan.receives.get(peer, []), self.target, "target"))
+            if sends and not outgoing.numel():
+                outgoing = torch.empty(self.half, device=self.device)
+            if receives and not incoming.numel():
+                incoming = torch.empty(self.half, device=self.device)
+            for index in range(max(len(sends), len(receives))):
+                operations = []
+                if index < len(sends):
+                    chunk = self._pack(sends[index], outgoing)
+                    operations.append(dist.P2POp(dist.isend, chunk, peer, self.group))
+                    self.bytes_sent += chunk.numel() * 4
+                if index < len(receives):
+                    size = sum(view.numel() for view in receives[index])
+                    chunk = incoming[:size]
+                    operations.append(dist.P2POp(dist.irecv, chunk, peer, self.group))
+                    self.bytes_received += size * 4
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+                if index < len(receives):
+                    self._unpack(receives[index], incoming)
+
+    def _chunks(self, moves: Sequence[Move], storages: Storages, side: str) -> Iterator[list[torch.Tensor]]:
+        """Views in sending order, cut so that each chunk fits into half a buffer. Equal on both ends."""
+        chunk: list[torch.Tensor] = []
+        room = self.half
+        for move in moves:
+            for key in self.keys[move.tensor]:
+                for part in self._fitting(storages.view(getattr(move, side), move.shape, key)):
+                    if part.numel() > room:
+                        yield chunk
+                        chunk, room = [], self.half
+                    chunk.append(part)
+                    room -= part.numel()
+        if chunk:
+            yield chunk
+
+    def _fitting(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A matrix in parts of at most half a buffer: blocks of rows, or parts of a row that is longer."""
+        rows, columns = view.shape
+        if columns > self.half:
+            for row in view.split(1):
+                yield from row.split(self.half, dim=1)
+        else:
+            yield from view.split(max(self.half // columns, 1))
+
+    @staticmethod
+    def _pack(views: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+        at = 0
+        for view in views:
+            buffer[at : at + view.numel()].view(view.shape).copy_(view)
+            at += view.numel()
+        return buffer[:at]
+
+    @staticmethod
+    def _unpack(views: list[torch.Tensor], buffer: torch.Tensor) -> None:
+        at = 0
+        for view in views:
+            view.copy_(buffer[at : at + view.numel()].view(view.shape))
+            at += view.numel()
