@@ -5,8 +5,8 @@
 Every case (a layout change, a ZeRO stage, a rank) runs in a fresh process on one core.
 
 - `seconds`: wall-clock time of making the description of the tensors and the plan of one rank.
-- `megabytes`: what the same adds to the process's resident memory at its peak, in 1e6 bytes: peak after, minus
-  resident memory before. It counts everything that the operating system has to find; only the interpreter and the
+- `megabytes`: what the same adds to the process's resident memory, in 1e6 bytes: the peak after it, minus
+  what was resident before it. All that the operating system has to find counts; only the interpreter and the
   imports, which a training process has anyway, are left out.
 
 Both are printed for each case; FILE gets the worst of them as JSON, with the cases.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from copus_lightning.core.layout import Layout
-from copus_lightning.engine.sources import share_out
+from copus_lightning.engine.sources import first_asked, share_out
 from copus_lightning.engine.state import Placement, Rectangle, StateMap, rectangles
 
 
@@ -105,6 +105,7 @@ class _Cell(NamedTuple):
     data_rank: int | None
 
 
+_Cells = tuple[tuple[_Cell, ...], tuple[_Cell, ...]]
 _Atom = tuple[Rectangle, tuple[_Cell, ...], tuple[_Cell, ...]]
 
 
@@ -127,8 +128,8 @@ def plan(
 def missing_elements(state_map: StateMap, source: Layout, target: Layout, rank: int) -> int:
     """Elements of one state (a master or a moment) that a rank needs under `target` and lacks under `source`.
 
-    Their sum over ranks is the lower bound of what any exchange can move. It is worked out from the rank's own
-    pieces, not from a plan.
+    Their sum over ranks is the lower bound of what any exchange can move. It is worked out from the rank's
+    own pieces, not from a plan.
     """
     missing = 0
     old, new = Placement(state_map, source), Placement(state_map, target)
@@ -156,8 +157,9 @@ class _Planner:
         self.target = Placement(state_map, target)
         self.rank = rank
         self.ranks_per_node = ranks_per_node or source.world_size
-        self._cell_ranks: tuple[dict[tuple[_Cell, ...], list[int]], ...] = ({}, {})
-        self._given: dict[tuple, tuple[int | None, list[int]]] = {}
+        # Layers repeat, and with them the questions: holders, takers and whether this rank is both, by cells.
+        self._asked: dict[_Cells, tuple[list[int], list[int], bool]] = {}
+        self._given: dict[tuple[_Cells, int], tuple[int | None, list[int]]] = {}
 
     def plan(self) -> ExchangePlan:
         result = ExchangePlan(self.rank)
@@ -199,10 +201,8 @@ class _Planner:
         return atoms
 
     def _route(self, result: ExchangePlan, tensor: int, atom: _Atom, turn: int) -> None:
-        rectangle, holder_cells, needer_cells = atom
-        holders = self._ranks(0, holder_cells)
-        needers = self._ranks(1, needer_cells)
-        giver, takers = self._givers(holder_cells, needer_cells, holders, needers, turn)
+        rectangle, holders, needers = atom
+        giver, takers = self._givers(holders, needers, turn)
         if giver == self.rank:
             result.keeps.append(self._move(tensor, rectangle, self.rank, self.rank))
         elif giver is not None:
@@ -210,34 +210,27 @@ class _Planner:
         for taker in takers:
             result.sends.setdefault(taker, []).append(self._move(tensor, rectangle, self.rank, taker))
 
-    def _ranks(self, side: int, cells: tuple[_Cell, ...]) -> list[int]:
-        known = self._cell_ranks[side]
-        if cells not in known:
-            layout = (self.source, self.target)[side].layout
-            known[cells] = sorted(
-                layout.rank_of(data=data, tensor=cell.tensor_rank, pipeline=cell.stage)
-                for cell in cells
-                for data in (range(layout.data) if cell.data_rank is None else (cell.data_rank,))
-            )
-        return known[cells]
-
     def _givers(
-        self,
-        holder_cells: tuple[_Cell, ...],
-        needer_cells: tuple[_Cell, ...],
-        holders: list[int],
-        needers: list[int],
-        turn: int,
+        self, holder_cells: tuple[_Cell, ...], needer_cells: tuple[_Cell, ...], turn: int
     ) -> tuple[int | None, list[int]]:
         """Who gives an atom to this rank (None if it does not need it), and to whom this rank gives it."""
-        key = (holder_cells, needer_cells, turn % len(holders))
-        if key not in self._given:
-            pairs = share_out(holders, needers, self.ranks_per_node, turn)
-            giver = self.rank if self.rank in needers and self.rank in holders else None
-            for source, taker in pairs:
-                giver = source if taker == self.rank else giver
-            self._given[key] = (giver, [taker for source, taker in pairs if source == self.rank])
-        return self._given[key]
+        cells = holder_cells, needer_cells
+        if cells not in self._asked:
+            holders, needers = _ranks(self.source, holder_cells), _ranks(self.target, needer_cells)
+            keeps = self.rank in holders and self.rank in needers
+            self._asked[cells] = holders, sorted(set(needers) - set(holders)), keeps
+        holders, takers, keeps = self._asked[cells]
+        first = first_asked(len(holders), takers, turn) if takers else 0
+        if (cells, first) not in self._given:
+            giver = self.rank if keeps else None
+            given = []
+            for source, taker in share_out(holders, takers, self.ranks_per_node, first):
+                if source == self.rank:
+                    given.append(taker)
+                elif taker == self.rank:
+                    giver = source
+            self._given[cells, first] = giver, given
+        return self._given[cells, first]
 
     def _move(self, tensor: int, rectangle: Rectangle, source: int, target: int) -> Move:
         top, bottom, left, right = rectangle
@@ -284,6 +277,15 @@ def _place(layout: Layout, rank: int) -> tuple[int, int, int]:
     """Stage, tensor rank and data rank."""
     place = layout.coordinates(rank)
     return place.pipeline, place.tensor, place.data
+
+
+def _ranks(side: Placement, cells: Sequence[_Cell]) -> list[int]:
+    """The ranks of some cells, ascending."""
+    return sorted(
+        side.layout.rank_of(data=data, tensor=cell.tensor_rank, pipeline=cell.stage)
+        for cell in cells
+        for data in (range(side.layout.data) if cell.data_rank is None else (cell.data_rank,))
+    )
 
 
 def _copies(side: Placement, tensor: int) -> list[tuple[int, Sequence[int]]]:

@@ -1,4 +1,4 @@
-"""Which piece of which tensor a rank holds, against a model that numbers every element and cuts with numpy."""
+"""Which piece of which tensor a rank holds, against numbered elements that numpy cuts."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def random_layout(rng: random.Random, world_size: int, n_layers: int) -> Layout:
 def flat_groups(state_map: StateMap, layout: Layout, rank: int) -> dict[int, np.ndarray]:
     """By group, the numbers of the elements in a rank's flat group or partition, -1 for padding.
 
-    Shares no code with the package but the order of ranks: element i of tensor k is numbered i plus the elements
-    of all tensors before k.
+    Shares no code with the package but the order of ranks: element i of tensor k is numbered i plus the
+    elements of all tensors before k.
     """
     place = layout.coordinates(rank)
     mine = np.array_split(np.arange(state_map.n_layers), layout.pipeline)[place.pipeline]
