@@ -1,8 +1,8 @@
 """The learning rate against the batch, and schedules that count tokens.
 
 The rate of a step is `user's rate * TokenSchedule(tokens) * factor(rule, batch, reference batch)`. Both
-factors are pure functions of where the run is now: no factor is ever multiplied onto an earlier one, so nothing
-can compound over batch changes, stops and resumes.
+factors are pure functions of where the run is now: no factor is ever multiplied onto an earlier one, so
+nothing can compound over batch changes, stops and resumes.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class TokenSchedule:
             raise ValueError(f"schedule decay_tokens={self.decay_tokens} must be positive")
         if self.warmup_tokens + (self.decay_tokens or 0) > self.total_tokens:
             raise ValueError(
-                f"schedule warmup_tokens={self.warmup_tokens} and decay_tokens={self.decay_tokens or 0} do not"
-                f" fit into total_tokens={self.total_tokens}: shorten one"
+                f"schedule warmup_tokens={self.warmup_tokens} and decay_tokens={self.decay_tokens or 0} do"
+                f" not fit into total_tokens={self.total_tokens}: shorten one"
             )
         if not 0 <= self.final_factor <= 1:
             raise ValueError(f"schedule final_factor={self.final_factor} must be between 0 and 1")

@@ -184,6 +184,10 @@ class Profile:
         """Whether the configuration's layout and micro-batch were measured and not marked infeasible."""
         return (configuration.layout, configuration.micro_batch_size) in self.pairs()
 
+    def is_measured(self, layout: Layout, micro_batch_size: int) -> bool:
+        """Whether the step time of the layout and micro-batch can be predicted, feasible or not."""
+        return (layout, micro_batch_size) in self._measured()
+
     def configurations(self, global_batch_sizes: Iterable[int]) -> list[Configuration]:
         """Every feasible configuration: measured layouts and micro-batches times the batches that divide."""
         sizes = sorted(set(global_batch_sizes))
@@ -242,7 +246,7 @@ class Profile:
     def observe(self, configuration: Configuration, step_seconds: float) -> None:
         """Take in the wall time of a training step; a configuration that was not measured has no ratio."""
         pair = (configuration.layout, configuration.micro_batch_size)
-        if 0 < step_seconds < math.inf and pair in self._measured():
+        if 0 < step_seconds < math.inf and self.is_measured(*pair):
             self.live.observe(pair, step_seconds / self.step_seconds(configuration))
 
     def correction(self, layout: Layout, micro_batch_size: int) -> float:
