@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from copus_lightning.core.layout import Layout
 from copus_lightning.engine.sources import first_asked, share_out
-from copus_lightning.engine.state import Placement, Rectangle, StateMap, rectangles
+from copus_lightning.engine.state import Placement, Rectangle, StateMap
 
 
 class View(NamedTuple):
@@ -138,8 +138,8 @@ def missing_elements(state_map: StateMap, source: Layout, target: Layout, rank: 
     for tensor in new.held(*new_place):
         missing += new.piece(tensor, *new_place).numel
         if tensor in held:
-            for mine in _piece_rectangles(old, tensor, old_place):
-                for wanted in _piece_rectangles(new, tensor, new_place):
+            for mine in old.rectangles(tensor, *old_place):
+                for wanted in new.rectangles(tensor, *new_place):
                     top, bottom, left, right = _intersection(mine, wanted)
                     missing -= max(bottom - top, 0) * max(right - left, 0)
     return missing
@@ -157,9 +157,12 @@ class _Planner:
         self.target = Placement(state_map, target)
         self.rank = rank
         self.ranks_per_node = ranks_per_node or source.world_size
-        # Layers repeat, and with them the questions: holders, takers and whether this rank is both, by cells.
-        self._asked: dict[_Cells, tuple[list[int], list[int], bool]] = {}
+        # Layers repeat, and with them the questions: answers are kept, by cells where they are the same.
+        self._cell_ranks: dict[tuple[bool, tuple[_Cell, ...]], list[int]] = {}
+        self._takers: dict[_Cells, list[int]] = {}
         self._given: dict[tuple[_Cells, int], tuple[int | None, list[int]]] = {}
+        # Index of a piece, columns and elements left out before its first one, and width of a row.
+        self._storages: dict[tuple[bool, int, int, int, int], tuple[int, int, int]] = {}
 
     def plan(self) -> ExchangePlan:
         result = ExchangePlan(self.rank)
@@ -169,7 +172,7 @@ class _Planner:
         for tensor in sorted(held[0] | held[1]):
             atoms: dict[Rectangle, _Atom] = {}
             for (side, place), tensors in zip(own, held, strict=True):
-                for region in _piece_rectangles(side, tensor, place) if tensor in tensors else ():
+                for region in side.rectangles(tensor, *place) if tensor in tensors else ():
                     atoms.update((atom[0], atom) for atom in self._atoms(tensor, region))
             for rectangle in sorted(atoms):
                 self._route(result, tensor, atoms[rectangle], turns[tensor])
@@ -214,15 +217,15 @@ class _Planner:
         self, holder_cells: tuple[_Cell, ...], needer_cells: tuple[_Cell, ...], turn: int
     ) -> tuple[int | None, list[int]]:
         """Who gives an atom to this rank (None if it does not need it), and to whom this rank gives it."""
+        holders, needers = self._ranks(self.source, holder_cells), self._ranks(self.target, needer_cells)
         cells = holder_cells, needer_cells
-        if cells not in self._asked:
-            holders, needers = _ranks(self.source, holder_cells), _ranks(self.target, needer_cells)
-            keeps = self.rank in holders and self.rank in needers
-            self._asked[cells] = holders, sorted(set(needers) - set(holders)), keeps
-        holders, takers, keeps = self._asked[cells]
+        if cells not in self._takers:
+            holding = set(holders)
+            self._takers[cells] = [rank for rank in needers if rank not in holding]
+        takers = self._takers[cells]
         first = first_asked(len(holders), takers, turn) if takers else 0
         if (cells, first) not in self._given:
-            giver = self.rank if keeps else None
+            giver = self.rank if self.rank in holders and self.rank in needers else None
             given = []
             for source, taker in share_out(holders, takers, self.ranks_per_node, first):
                 if source == self.rank:
@@ -232,17 +235,36 @@ class _Planner:
             self._given[cells, first] = giver, given
         return self._given[cells, first]
 
+    def _ranks(self, side: Placement, cells: tuple[_Cell, ...]) -> list[int]:
+        """The ranks of some cells, ascending."""
+        key = side is self.target, cells
+        if key not in self._cell_ranks:
+            everyone = range(side.layout.data)
+            self._cell_ranks[key] = sorted(
+                side.layout.rank_of(data=data, tensor=cell.tensor_rank, pipeline=cell.stage)
+                for cell in cells
+                for data in (everyone if cell.data_rank is None else (cell.data_rank,))
+            )
+        return self._cell_ranks[key]
+
     def _move(self, tensor: int, rectangle: Rectangle, source: int, target: int) -> Move:
         top, bottom, left, right = rectangle
-        views = []
-        for side, rank in ((self.source, source), (self.target, target)):
-            place = _place(side.layout, rank)
-            low, high = side.columns(tensor, place[1])
-            piece = side.piece(tensor, *place)
-            offset = top * (high - low) + left - low - piece.flat_start
-            assert offset >= 0 and (bottom - 1) * (high - low) + right - low <= piece.flat_stop
-            views.append(View(side.piece_index(tensor, *place), offset, high - low))
-        return Move(tensor, (top, bottom), (left, right), *views)
+        source_view = self._view(self.source, tensor, top, left, source)
+        target_view = self._view(self.target, tensor, top, left, target)
+        return Move(tensor, (top, bottom), (left, right), source_view, target_view)
+
+    def _view(self, side: Placement, tensor: int, top: int, left: int, rank: int) -> View:
+        stage, tensor_rank, data_rank = _place(side.layout, rank)
+        if self.state_map.zero_stage == 0:
+            data_rank = 0  # All the same, so worked out once.
+        key = side is self.target, tensor, stage, tensor_rank, data_rank
+        if key not in self._storages:
+            low, high = side.columns(tensor, tensor_rank)
+            skipped = low + side.piece(tensor, stage, tensor_rank, data_rank).flat_start
+            index = side.piece_index(tensor, stage, tensor_rank, data_rank)
+            self._storages[key] = index, skipped, high - low
+        piece, skipped, width = self._storages[key]
+        return View(piece, top * width + left - skipped, width)
 
 
 def merge(moves: list[Move]) -> list[Move]:
@@ -279,15 +301,6 @@ def _place(layout: Layout, rank: int) -> tuple[int, int, int]:
     return place.pipeline, place.tensor, place.data
 
 
-def _ranks(side: Placement, cells: Sequence[_Cell]) -> list[int]:
-    """The ranks of some cells, ascending."""
-    return sorted(
-        side.layout.rank_of(data=data, tensor=cell.tensor_rank, pipeline=cell.stage)
-        for cell in cells
-        for data in (range(side.layout.data) if cell.data_rank is None else (cell.data_rank,))
-    )
-
-
 def _copies(side: Placement, tensor: int) -> list[tuple[int, Sequence[int]]]:
     """The complete copies of a tensor's shards: a stage and the tensor ranks that make up one copy."""
     tensor_ranks = range(side.layout.tensor)
@@ -316,18 +329,10 @@ def _cells(
         first = (start + top * width + begin - low) // size
         last = (start + (bottom - 1) * width + end - 1 - low) // size
         for data_rank in range(first, last + 1):
-            for part in _piece_rectangles(side, tensor, (stage, tensor_rank, data_rank)):
+            for part in side.rectangles(tensor, stage, tensor_rank, data_rank):
                 common = _intersection(part, (top, bottom, begin, end))
                 if common[0] < common[1] and common[2] < common[3]:
                     yield common, _Cell(stage, tensor_rank, data_rank)
-
-
-def _piece_rectangles(side: Placement, tensor: int, place: tuple[int, int, int]) -> list[Rectangle]:
-    """A rank's piece as rectangles of the tensor's matrix view."""
-    low, high = side.columns(tensor, place[1])
-    piece = side.piece(tensor, *place)
-    parts = rectangles(piece.flat_start, piece.flat_stop, high - low)
-    return [(top, bottom, left + low, right + low) for top, bottom, left, right in parts]
 
 
 def _intersection(one: Rectangle, other: Rectangle) -> Rectangle:

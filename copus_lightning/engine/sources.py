@@ -12,8 +12,8 @@ def first_asked(n_holders: int, takers: Sequence[int], turn: int) -> int:
 
     Args:
         n_holders: Ranks that hold the elements.
-        takers: Ranks that ask, ascending, at least one. Shards of one tensor may have the same holders, but not
-            the same takers.
+        takers: Ranks that ask, ascending, at least one. Shards of one tensor may have the same holders, but
+            not the same takers.
         turn: How many tensors of the same kind came before.
     """
     return (turn + takers[0]) * len(takers) % n_holders

@@ -260,6 +260,13 @@ class Placement:
         last = min(max((data_rank + 1) * size - start, first), numel)
         return Piece(tensor, first, last, logical.group, start + first - data_rank * size)
 
+    def rectangles(self, tensor: int, stage: int, tensor_rank: int, data_rank: int) -> list[Rectangle]:
+        """A rank's piece as at most three rectangles of the tensor's matrix view."""
+        low, high = self.columns(tensor, tensor_rank)
+        piece = self.piece(tensor, stage, tensor_rank, data_rank)
+        parts = rectangles(piece.flat_start, piece.flat_stop, high - low)
+        return [(top, bottom, left + low, right + low) for top, bottom, left, right in parts]
+
     def held(self, stage: int, tensor_rank: int, data_rank: int) -> list[int]:
         """Tensors of which a rank has a piece, ascending."""
         held: list[int] = []

@@ -196,10 +196,17 @@ def test_few_replicas_serve_many_ranks_evenly() -> None:
 
 
 def test_shards_of_one_tensor_ask_different_replicas() -> None:
-    # 24 replicas of the embedding for 8 shards on two data ranks each: nobody has to send twice.
-    state_map = StateMap((LogicalTensor("head", (256, 8), 0, None, on_last=True),), 3, 0)
+    # Ranks 0 to 23 hold layer 5, ranks 24 to 31 want a shard of it each: nobody has to send two.
+    state_map = StateMap((LogicalTensor("up", (256, 8), 0, 5),), 12, 0)
     plans = all_plans(state_map, Layout(24, 1, 2), Layout(2, 8, 3))
-    assert max(p.sent_elements for p in plans) <= max(p.received_elements for p in plans)
+    assert sorted(p.sent_elements for p in plans) == [0] * 40 + [256] * 8
+
+
+def test_like_tensors_ask_different_replicas() -> None:
+    # Ranks 0 to 5 hold layer 4, ranks 6 and 7 want all of it: six tensors, so that everyone can send two.
+    tensors = tuple(LogicalTensor(name, (8, 8), None, 4) for name in "abcdef")
+    plans = all_plans(StateMap(tensors, 12, 0), Layout(6, 1, 2), Layout(4, 1, 3))
+    assert [p.sent_elements for p in plans] == [2 * 64] * 6 + [0] * 6
 
 
 @pytest.mark.parametrize("seed", range(12))
