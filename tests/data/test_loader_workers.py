@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from copus_lightning.data.loader import ElasticDataLoader
+
+Children = Callable[[], set[int]]
+
+
+class Slow(Dataset):
+    """Items say who made them; each takes `seconds`."""
+
+    def __init__(self, n: int, seconds: float = 0.0, fails_at: int = -1) -> None:
+        self.n = n
+        self.seconds = seconds
+        self.fails_at = fails_at
+        self.opened_by = -1
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index == self.fails_at:
+            raise KeyError("no such document")
+        time.sleep(self.seconds)
+        info = get_worker_info()
+        return {"id": index, "worker": info.id if info else -1, "opened_by": self.opened_by}
+
+
+def open_files(worker_id: int, offset: int) -> None:
+    get_worker_info().dataset.opened_by = worker_id + offset
+
+
+def elastic(dataset: Slow, batch: int = 4, **kwargs: Any) -> ElasticDataLoader:
+    return ElasticDataLoader(DataLoader(dataset, num_workers=2, **kwargs), 0, 1, batch, 0)
+
+
+def test_worker_settings_are_respected() -> None:
+    loader = elastic(
+        Slow(64),
+        worker_init_fn=partial(open_files, offset=10),
+        multiprocessing_context="fork",
+        prefetch_factor=3,
+        generator=torch.Generator(),
+        timeout=60,
+    )
+    batches = list(loader)
+    assert torch.cat([batch["id"] for batch in batches]).tolist() == list(range(64))
+    workers = torch.cat([batch["worker"] for batch in batches])
+    assert set(workers.tolist()) == {0, 1}
+    assert torch.equal(torch.cat([batch["opened_by"] for batch in batches]), workers + 10)
+
+
+def test_reconfiguring_keeps_the_processes(children: Children) -> None:
+    before = children()
+    loader = elastic(Slow(400), persistent_workers=True)
+    seen = []
+    iterator = iter(loader)
+    seen += next(iterator)["id"].tolist()
+    workers = children() - before
+    assert len(workers) == 2
+    for batch in (8, 2, 6):
+        loader.reconfigure(global_batch_size=batch)
+        seen += next(iterator)["id"].tolist()
+    seen += [index for batch in iterator for index in batch["id"].tolist()]
+    assert children() - before == workers, "the user asked for workers that outlive the epoch"
+    seen += next(iter(loader))["id"].tolist()
+    assert children() - before == workers
+    assert seen == [index % 400 for index in range(len(seen))]
+    loader.close()
+    loader.close()
+    assert children() == before
+
+
+@pytest.mark.parametrize("leave", ["end", "break", "error", "drop"])
+def test_workers_end_with_the_iteration(leave: str, children: Children) -> None:
+    before = children()
+    loader = elastic(Slow(40), persistent_workers=leave == "drop")
+    try:
+        for _ in loader:
+            assert len(children() - before) == 2
+            if leave in ("break", "drop"):
+                break
+            if leave == "error":
+                raise RuntimeError
+    except RuntimeError:
+        pass
+    if leave == "drop":
+        assert len(children() - before) == 2
+        del loader
+    assert children() == before
+
+
+def test_stale_work_is_given_up_at_the_next_sample() -> None:
+    # Four prefetched batches of 64 would take 64 * 4 * 0.02 / 2 = 2.6 s to finish.
+    loader = elastic(Slow(10_000, seconds=0.02), batch=64)
+    iterator = iter(loader)
+    next(iterator)
+    loader.reconfigure(global_batch_size=2)
+    start = time.perf_counter()
+    assert next(iterator)["id"].tolist() == [64, 65]
+    assert time.perf_counter() - start < 1.0
+    loader.close()
+
+
+def test_an_unchanged_configuration_keeps_what_was_fetched() -> None:
+    loader = elastic(Slow(1000, seconds=0.05), batch=8)
+    iterator = iter(loader)
+    next(iterator)
+    time.sleep(1.0)
+    loader.reconfigure(data_rank=0, data_size=1, global_batch_size=8)
+    start = time.perf_counter()
+    assert next(iterator)["id"].tolist() == list(range(8, 16))
+    assert time.perf_counter() - start < 0.25  # unless it was fetched anew, which takes 0.4 s
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_failing_sample_consumes_nothing(num_workers: int, children: Children) -> None:
+    before = children()
+    dataset = Slow(40, fails_at=9)
+    loader = ElasticDataLoader(DataLoader(dataset, num_workers=num_workers), 0, 1, 4, 0)
+    seen = []
+    with pytest.raises(KeyError, match="no such document"):
+        for batch in loader:
+            seen += batch["id"].tolist()
+    assert loader.position == len(seen) == 8
+    assert children() == before
+    dataset.fails_at = -1
+    assert next(iter(loader))["id"].tolist() == [8, 9, 10, 11]
+
+
+def test_a_killed_worker_is_an_error_and_leaves_the_position(children: Children) -> None:
+    before = children()
+    loader = elastic(Slow(1000, seconds=0.001))
+    iterator = iter(loader)
+    next(iterator)
+    psutil.Process(min(children() - before)).kill()
+    # By when it dies, torch notices or the batch under way breaks off.
+    with pytest.raises((RuntimeError, OSError, EOFError)):
+        for _ in range(100):
+            next(iterator)
+    position = loader.position
+    assert children() == before
+    assert next(iter(loader))["id"][0] == position
+
+
+def test_iterations_may_take_turns() -> None:
+    loader = elastic(Slow(40))
+    left_standing = iter(loader)
+    assert next(left_standing)["id"][0] == 0
+    current = iter(loader)
+    assert next(current)["id"][0] == 4
+    left_standing.close()
+    assert [batch["id"][0].item() for batch in current] == list(range(8, 40, 4))
+
+
+def test_no_descriptors_or_threads_leak_over_reconfigurations() -> None:
+    loader = elastic(Slow(100_000), persistent_workers=True)
+    iterator = iter(loader)
+    process, counts = psutil.Process(), []
+    for step in range(60):
+        loader.reconfigure(global_batch_size=2 + step % 2)
+        next(iterator)
+        counts.append((process.num_fds(), process.num_threads()))
+    # A batch in flight travels by descriptors of its own, so compare the extremes of two stretches.
+    for early, late in zip(
+        map(max, zip(*counts[:30], strict=True)), map(max, zip(*counts[30:], strict=True)), strict=True
+    ):
+        assert late <= early + 2
+    loader.close()
