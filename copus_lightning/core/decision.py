@@ -103,6 +103,10 @@ class Policy:
         """Predicted samples per second, None if the policy has no prediction."""
         return None
 
+    def switch_seconds(self) -> float | None:
+        """Cost of a layout switch as measured before this run, None if it was not."""
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         """What was learned, in plain JSON types."""
         return {}

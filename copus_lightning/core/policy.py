@@ -40,10 +40,14 @@ class Copus(Policy):
 
     Candidates are the profile's feasible configurations at `global_batch_sizes`; per layout and batch, the
     micro-batch with the best throughput. A change of batch or micro-batch alone rebuilds nothing, so it is
-    made for any gain of at least `batch_threshold`. A layout change to Goodput `J1` must beat `J0`, the best
-    that can be had in the present layout, by FORMULAS section 5: `J1 >= (1 + threshold) * J0` and `(J1 - J0)
-    * H > J1 * tau`, with `tau` the expected seconds of a switch and `H` the shorter of `dwell_seconds` and
-    the run's remaining time.
+    made for any gain of at least `batch_threshold`. A layout change to Goodput `J1` must pass two tests:
+
+        J1 >= (1 + threshold) * J0        the paper's hysteresis
+        (J1 - J0) * H > J1 * tau          what is gained in H seconds pays for a switch of tau seconds
+
+    `J0` is the present Goodput, or that of the best change in the present layout if there is one, since it
+    costs nothing; `tau` is the expected cost of a switch, and `H` the shorter of `dwell_seconds` and the
+    run's remaining time.
 
     Args:
         profile: Measured throughput; its live correction is fed by `observe`.
@@ -122,6 +126,9 @@ class Copus(Policy):
     def throughput(self, configuration: Configuration) -> float | None:
         measured = configuration.layout, configuration.micro_batch_size
         return self.profile.throughput(configuration) if self.profile.is_measured(*measured) else None
+
+    def switch_seconds(self) -> float | None:
+        return self.profile.switch_seconds
 
     def state_dict(self) -> dict[str, Any]:
         return {"profile": self.profile.state_dict()}

@@ -47,7 +47,7 @@ def test_equal_micro_batches_give_the_two_batch_form() -> None:
         assert found.trace == pytest.approx(expected.trace, rel=1e-9)
         assert found.sq_norm == pytest.approx(expected.sq_norm, rel=1e-9, abs=1e-12)
         assert found.weight == pytest.approx(expected.weight) == n_micro - 1
-        # FORMULAS, section 1: trace = b / (M - 1) * sum_k |g_k - mean g|^2.
+        # trace = b / (M - 1) * sum_k |g_k - mean g|^2.
         scatter = sum((x - m) ** 2 for g in gradients for x, m in zip(g, mean, strict=True))
         assert found.trace == pytest.approx(micro_size / (n_micro - 1) * scatter)
 

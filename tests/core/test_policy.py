@@ -29,8 +29,8 @@ def profile_of(curves: dict[tuple[Layout, int], tuple[float, float]], world_size
     )
 
 
-# Small batches want the pipeline, large ones data parallelism: 0.5 s against 0.8 s at 4 samples, 4.7 s against
-# 3.8 s at 64.
+# Small batches want the pipeline, large ones data parallelism: 0.5 s against 0.8 s at 4 samples, and 4.7 s
+# against 3.8 s at 64.
 CROSSING = {(PP, 1): (0.2, 0.07), (DP, 1): (0.6, 0.1)}
 
 
@@ -200,7 +200,7 @@ def test_no_layout_change_during_the_cool_down() -> None:
 
 
 def test_a_layout_change_is_measured_against_the_best_that_costs_nothing() -> None:
-    """Doubling the batch in place gains most of what the other layout would: nothing is rebuilt for the rest."""
+    """Doubling the batch in place gains most of what the other layout would, so nothing is rebuilt."""
     profile = profile_of({(PP, 1): (1.0, 0.1), (DP, 1): (1.0, 0.19)})
     now = Configuration(PP, 8, 1)
     decision = Copus(profile, [8, 16], threshold=0.10).decide(observe(now, 1e6))
