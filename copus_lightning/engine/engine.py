@@ -223,7 +223,12 @@ class Engine:
             keep = [1.0, 1.0] + [float(speaks)] * 3
             norms.update(torch.stack([s.to(self.device) * k for s, k in zip(shares, keep, strict=True)]))
             self.probe_seconds = probe.seconds + time.perf_counter() - started
-        self._stepped = _Stepped(sums=sums, norms=norms, n_samples=self.configuration.global_batch_size)
+        self._stepped = _Stepped(
+            sums=sums,
+            norms=norms,
+            n_samples=self.configuration.global_batch_size,
+            clip_norm=self.settings.gradient_clip_norm,
+        )
         return sums[0].float()
 
     def update(self, gradient_scale: float = 1.0, learning_rate_factor: float = 1.0) -> StepOutcome:
@@ -240,7 +245,7 @@ class Engine:
         norms = stepped.norms.step_norms() if stepped.norms is not None else None
         norm = math.sqrt(square) * abs(gradient_scale) if square >= 0 else math.nan
         applied = math.isfinite(norm)
-        clip, limit = 1.0, self.settings.gradient_clip_norm
+        clip, limit = 1.0, stepped.clip_norm
         if limit is not None and applied and norm > limit:
             clip = limit / (norm + 1e-6)
         if applied:
@@ -257,6 +262,17 @@ class Engine:
             n_samples=stepped.n_samples,
             n_target_tokens=round(tokens),
         )
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clips the gradient of the step in hand to a global norm.
+
+        Returns:
+            The norm before clipping and before the user's loss scale, 0-d.
+        """
+        if self._stepped is None:
+            raise RuntimeError("there is no gradient to clip: call the model and backward first")
+        self._stepped.clip_norm = max_norm
+        return self._stepped.sums[1].sqrt()
 
     def discard(self) -> None:
         """Drops the gradient of a step that will not be applied."""
@@ -327,3 +343,4 @@ class _Stepped:
     sums: torch.Tensor
     norms: Any
     n_samples: int
+    clip_norm: float | None

@@ -1,0 +1,244 @@
+"""What the two Lightning faces share: an engine, the loaders that follow it, and the step between them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers.modeling_outputs import CausalLMOutput
+
+from copus_lightning.core.layout import Configuration, Layout
+from copus_lightning.data.evaluation import EvaluationLoader
+from copus_lightning.data.loader import ElasticDataLoader
+
+if TYPE_CHECKING:
+    from copus_lightning.engine.engine import Engine, StepOutcome, SwitchReport
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user may set on either strategy; see :class:`copus_lightning.CopusStrategy`."""
+
+    layout: Layout | str | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int = 1
+    zero_stage: int = 1
+    gradient_clip_norm: float | None = None
+    cache_groups: bool = True
+    buffer_bytes: int = 64 * 2**20
+    seed: int | None = None
+
+    def first_layout(self, world_size: int) -> Layout:
+        """The layout to begin with: data parallelism alone unless one is given.
+
+        Raises:
+            ValueError: It does not fit the world size.
+        """
+        if self.layout is None:
+            return Layout(data=world_size)
+        layout = Layout.parse(self.layout) if isinstance(self.layout, str) else self.layout
+        layout.check(world_size=world_size)
+        return layout
+
+
+class Session:
+    """Drives one engine for a strategy.
+
+    Attributes:
+        engine: None before the model is set up.
+        train_loader: The loader that follows the configuration, or None.
+        outcome: Of the last optimizer step.
+        loss: Of the last forward pass, 0-d.
+        step_seconds: Seconds that the last optimizer step spent in forward, backward and update.
+        learning_rate_factor: Multiplies the user's learning rate in the next step.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.engine: Engine | None = None
+        self.configuration: Configuration | None = None
+        self.train_loader: ElasticDataLoader | None = None
+        self.outcome: StepOutcome | None = None
+        self.loss: torch.Tensor | None = None
+        self.step_seconds = 0.0
+        self.learning_rate_factor = 1.0
+        self.sequence_length: int | None = None
+        self._scales: list[torch.Tensor] = []
+        self._rank = 0
+
+    # -- set-up ------------------------------------------------------------------------------------------------
+
+    def start(self, rank: int, world_size: int) -> None:
+        """Chooses the first configuration, once ranks are known."""
+        self._rank = rank
+        layout = self.options.first_layout(world_size)
+        micro = self.options.micro_batch_size
+        batch = self.options.global_batch_size or layout.data * micro
+        self.configuration = Configuration(layout, batch, micro)
+
+    @property
+    def seed(self) -> int:
+        """Of the order of samples and of weights made on ``meta``."""
+        if self.options.seed is not None:
+            return self.options.seed
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    def set_up(self, model: nn.Module, optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Facade:
+        """Builds the engine around the user's model and optimizer; returns what takes the model's place."""
+        from copus_lightning.engine.engine import Engine, EngineSettings
+
+        if self.engine is not None:
+            raise ValueError("a model was set up already: CopusStrategy trains one model with one optimizer")
+        assert self.configuration is not None, "the processes are not launched yet"
+        settings = EngineSettings(
+            zero_stage=self.options.zero_stage,
+            dtype=dtype,
+            gradient_clip_norm=self.options.gradient_clip_norm,
+            cache_groups=self.options.cache_groups,
+            buffer_bytes=self.options.buffer_bytes,
+            ranks_per_node=_ranks_per_node(),
+        )
+        self.engine = Engine(model, optimizer, self.configuration, settings, device, self.seed)
+        return Facade(self)
+
+    def wrap_loader(self, dataloader: DataLoader, training: bool) -> ElasticDataLoader | EvaluationLoader:
+        """The loader in the user's place: of the global batch for training, of every sample for validation."""
+        if not training:
+            return EvaluationLoader(dataloader, self._data_place)
+        assert self.configuration is not None
+        if self.options.global_batch_size is None and self._untouched:
+            batch = (dataloader.batch_size or 1) * self.configuration.layout.data
+            self.configuration = Configuration(self.configuration.layout, batch, self._fitting_micro(batch))
+            if self.engine is not None:
+                self.engine.switch(self.configuration)
+        rank, size = self._data_place()
+        self.train_loader = ElasticDataLoader(
+            dataloader, rank, size, self.configuration.global_batch_size, self.seed
+        )
+        return self.train_loader
+
+    @property
+    def _untouched(self) -> bool:
+        """Nobody has chosen a batch yet."""
+        assert self.configuration is not None
+        layout, micro = self.configuration.layout, self.configuration.micro_batch_size
+        return self.configuration.global_batch_size == layout.data * micro
+
+    def _fitting_micro(self, global_batch_size: int) -> int:
+        assert self.configuration is not None
+        per_rank = global_batch_size // self.configuration.layout.data
+        micro = self.options.micro_batch_size
+        return micro if per_rank % micro == 0 else 1
+
+    def _data_place(self) -> tuple[int, int]:
+        assert self.configuration is not None
+        layout = self.configuration.layout
+        return layout.coordinates(self._rank).data, layout.data
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> Engine:
+        """The engine, once there is one.
+
+        Raises:
+            RuntimeError: The model has not been set up.
+        """
+        if self.engine is None:
+            raise RuntimeError("no model was set up: call fabric.setup(model, optimizer) first")
+        return self.engine
+
+    def forward(self, batch: Mapping[str, torch.Tensor], training: bool) -> CausalLMOutput:
+        """Forward (and, in training, backward) of one step; the loss is the mean over the global batch."""
+        if not training:
+            total, n_tokens = self.live.evaluate(batch)
+            return CausalLMOutput(loss=(total / n_tokens.clamp(min=1)).float())
+        started = time.perf_counter()
+        self.sequence_length = batch["input_ids"].shape[1]
+        self._scales.clear()
+        self.loss = self.live.step(batch)
+        self.step_seconds = time.perf_counter() - started
+        anchor = torch.zeros((), device=self.loss.device, requires_grad=True)
+        return CausalLMOutput(loss=_RecordScale.apply(anchor, self.loss, self._scales))
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clips this step's gradient to a global norm; returns the norm before clipping."""
+        return self.live.clip(max_norm)
+
+    def update(self) -> StepOutcome:
+        """The optimizer step.
+
+        Raises:
+            RuntimeError: The loss had no backward pass.
+        """
+        started = time.perf_counter()
+        if not self._scales:
+            raise RuntimeError("optimizer.step() was called without fabric.backward(loss): nothing to apply")
+        scale = float(sum(s.item() for s in self._scales))
+        self.outcome = self.live.update(scale, self.learning_rate_factor)
+        self._scales.clear()
+        self.step_seconds += time.perf_counter() - started
+        return self.outcome
+
+    def switch(self, configuration: Configuration) -> SwitchReport:
+        """Goes to another configuration: engine first, then the loader."""
+        report = self.live.switch(configuration)
+        self.configuration = configuration
+        if self.train_loader is not None:
+            rank, size = self._data_place()
+            self.train_loader.reconfigure(
+                data_rank=rank, data_size=size, global_batch_size=configuration.global_batch_size
+            )
+        return report
+
+    def close(self) -> None:
+        """Ends the engine."""
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+class _RecordScale(torch.autograd.Function):
+    """Lets a loss whose backward pass has run already be scaled: records the gradient that reaches it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, record: list[torch.Tensor]) -> torch.Tensor:
+        ctx.record = record
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.record.append(gradients[0].detach())
+        return torch.zeros_like(gradients[0]), None, None
+
+
+class Facade(nn.Module):
+    """Stands where the model stood: a call runs the whole pipelined forward and backward of a step."""
+
+    session: Session
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        object.__setattr__(self, "session", session)
+
+    def forward(self, input_ids: torch.Tensor, **batch: torch.Tensor) -> CausalLMOutput:
+        """Takes what the Hugging Face model takes; returns an output with the ``loss`` alone.
+
+        In training mode with gradients enabled: this data rank's samples of one optimizer step; the loss is the
+        token mean over the global batch. In evaluation mode or without gradients: the loss over all data ranks'
+        batches, and nothing is changed.
+        """
+        training = self.training and torch.is_grad_enabled()
+        return self.session.forward({"input_ids": input_ids, **batch}, training)
+
+
+def _ranks_per_node() -> int | None:
+    value = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(value) if value else None
