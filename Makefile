@@ -8,8 +8,6 @@ INSTALLED := $(VENV)/.installed
 # One thread per rank: the tests and the demo run several ranks on one machine.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
-# Tools that DeepSpeed looks up on the path (ninja) are in the virtual environment.
-export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test lint clean
 

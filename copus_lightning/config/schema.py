@@ -120,7 +120,9 @@ class RunConfig:
     devices: int | str = _entry("auto", "ranks per node; auto is every GPU, or one CPU process", at_least=1)
     num_nodes: int = _entry(1, "nodes", at_least=1)
     precision: str = _entry(
-        "32-true", "number type of weights and compute", choices=("32-true", "bf16-mixed", "bf16-true")
+        "32-true",
+        "number type of the compute; masters are fp32",
+        choices=("32-true", "bf16-mixed", "bf16-true"),
     )
     max_tokens: int | None = _entry(2_000_000, "train for so many tokens; null for no limit", at_least=1)
     max_seconds: float | None = _entry(None, "train for so long (seconds); null for no limit", above=0)
