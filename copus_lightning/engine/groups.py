@@ -2,7 +2,9 @@
 
 Making a group is a collective call on every rank of the world, so groups are made in one fixed order: axis by
 axis, and within an axis in order of their first rank. Groups with the same members are shared between axes and
-between layouts; a group of all ranks is the WORLD group itself, which lives as long as the process.
+between layouts. A group of all ranks is a group of its own, never the WORLD group: WORLD carries what ranks agree on and
+lives as long as the process, while a layout's groups can be torn down at any moment to free ranks that wait for
+a rank that failed.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from copus_lightning.core.layout import Layout
 
-AXES = ("data", "tensor", "pipeline", "replica", "ends")
+AXES = ("data", "tensor", "pipeline", "replica", "ends", "world")
 
 
 def axis_groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
@@ -22,15 +24,15 @@ def axis_groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
 
     ``data``, ``tensor`` and ``pipeline`` hold the ranks that differ in that coordinate alone; ``replica`` the
     ranks of one data index (a whole copy of the model); ``ends`` the first and the last stage's ranks of one
-    data and tensor index, for a weight tied over both (other stages are alone).
+    data and tensor index, for a weight tied over both (other stages are alone); ``world`` all ranks.
     """
     ranks = range(layout.world_size)
     if axis in ("data", "tensor", "pipeline"):
         groups = {tuple(layout.axis_ranks(axis, rank)) for rank in ranks}
     elif axis == "replica":
-        groups = {
-            tuple(r for r in ranks if layout.coordinates(r).data == d) for d in range(layout.data)
-        }
+        groups = {tuple(r for r in ranks if layout.coordinates(r).data == d) for d in range(layout.data)}
+    elif axis == "world":
+        groups = {tuple(ranks)}
     else:
         groups = set()
         for rank in ranks:
@@ -49,6 +51,7 @@ class LayoutGroups:
     pipeline: ProcessGroup
     replica: ProcessGroup
     ends: ProcessGroup
+    world: ProcessGroup
 
 
 class GroupCache:
@@ -80,9 +83,6 @@ class GroupCache:
         return groups[dist.get_rank()]
 
     def _group(self, members: tuple[int, ...]) -> ProcessGroup:
-        if len(members) == dist.get_world_size():
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
         if members not in self._groups:
             self._groups[members] = dist.new_group(list(members))
         return self._groups[members]
@@ -99,9 +99,15 @@ class GroupCache:
                 dist.destroy_process_group(group)
 
     def close(self) -> None:
-        """Ends every group that was made here."""
-        self.keep = False
-        self.release([])
+        """Ends every group that was made here.
+
+        A group's connections close once nothing refers to it any more; a rank that waits for another in it then
+        gets an error instead of waiting on.
+        """
+        for members in list(self._groups):
+            group = self._groups.pop(members)
+            if dist.get_rank() in members:
+                dist.destroy_process_group(group)
 
     def __len__(self) -> int:
         """Number of groups made here and still alive."""

@@ -20,7 +20,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import p2p, schedule
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from deepspeed.utils import groups as deepspeed_groups
@@ -168,6 +168,9 @@ class StageEngine(PipelineEngine):
         self._step_batches: list[MicroBatch] = []
         self._forwards = self._backwards = 0
         self._activation_shape: tuple[int, ...] | None = None
+        skeleton: Any = self.module.stage.model
+        self.hidden_size: int = skeleton.config.hidden_size
+        self.activation_dtype = torch.bfloat16 if self.bfloat16_enabled() else torch.float32
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """The optimizer is attached in :meth:`activate`, when parameters are real."""
@@ -203,13 +206,11 @@ class StageEngine(PipelineEngine):
         self.optimizer = optimizer
         self.using_bf16_optimizer = isinstance(optimizer, BF16_Optimizer)
         deepspeed_groups.mpu = grid
-        p2p._grid = grid if self.is_pipe_parallel else None
         set_autotp_mode(training=True)
 
     def deactivate(self) -> None:
         """Leaves the layout: frees what DeepSpeed's globals hold of this engine."""
         deepspeed_groups.mpu = None
-        p2p._grid = None
         set_autotp_mode(training=False)
         self.destroy()
 
@@ -248,11 +249,11 @@ class StageEngine(PipelineEngine):
 
     def _begin(self, batches: list[MicroBatch]) -> None:
         shape = tuple(batches[0].input_ids.shape)
-        if shape != self._activation_shape:
-            self.reset_activation_shape()
-            self.num_pipe_buffers = 0
-            self.pipe_buffers = {key: [] for key in self.pipe_buffers}
-            self._activation_shape = shape
+        self._activation_shape = shape
+        # A step that failed may have left activations behind.
+        self.num_pipe_buffers = 0
+        self.pipe_buffers = {key: [] for key in self.pipe_buffers}
+        self.grad_layer = None
         self.micro_batches = len(batches)
         self.micro_batch_size = shape[0]
         self._step_batches = batches
@@ -272,6 +273,38 @@ class StageEngine(PipelineEngine):
         self._forwards += 1
         self.module.stage.extras = batch.extras
         super()._exec_forward_pass(buffer_id)
+
+    # DeepSpeed sends over the WORLD group and tells shapes first. Here the pipeline's own group is used, and the
+    # shape is known: activations are (samples, tokens, hidden) in the weights' type.
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        self._send(self.pipe_buffers["outputs"][buffer_id], self.next_stage)
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        received = self._receive(self.prev_stage)
+        received.requires_grad = True
+        self.pipe_buffers["inputs"][buffer_id] = received
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        inputs = self.pipe_buffers["inputs"][buffer_id]
+        assert inputs.grad is not None
+        self._send(inputs.grad, self.prev_stage)
+        self.pipe_buffers["inputs"][buffer_id] = None
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        self.grad_layer = self._receive(self.next_stage)
+
+    def _send(self, tensor: torch.Tensor, stage: int) -> None:
+        assert self.groups is not None
+        peer = self.grid.pp_group[stage]
+        dist.send(tensor.detach().contiguous(), peer, group=self.groups.pipeline)
+
+    def _receive(self, stage: int) -> torch.Tensor:
+        assert self.groups is not None and self._activation_shape is not None
+        shape = (*self._activation_shape, self.hidden_size)
+        buffer = torch.empty(shape, dtype=self.activation_dtype, device=self.device)
+        dist.recv(buffer, self.grid.pp_group[stage], group=self.groups.pipeline)
+        return buffer
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         super()._exec_backward_pass(buffer_id)
@@ -302,6 +335,10 @@ class StageEngine(PipelineEngine):
             schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
             schedule.ForwardPass: _exec_forward_pass,
             schedule.BackwardPass: _exec_backward_pass,
+            schedule.SendActivation: _exec_send_activations,
+            schedule.RecvActivation: _exec_recv_activations,
+            schedule.SendGrad: _exec_send_grads,
+            schedule.RecvGrad: _exec_recv_grads,
         }
     )
 
