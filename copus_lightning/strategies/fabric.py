@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -114,7 +114,7 @@ class CopusStrategy(Processes, ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self.session.options.first_layout(self.planned_world_size)  # refuses before anything is launched
+        self.session.options.first_configuration(self.planned_world_size)  # refuses before anything is launched
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -135,7 +135,7 @@ class CopusStrategy(Processes, ParallelStrategy):
     @override
     def precision(self, precision: Precision | None) -> None:
         # The engine does it all: no autocast and no cast of the user's module on top of it.
-        if isinstance(precision, (HalfPrecision, MixedPrecision)) or precision is not None:
+        if precision is not None:
             self.dtype = wanted_dtype(precision)
         self._precision = Precision()
 

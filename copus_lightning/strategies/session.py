@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from copus_lightning.data.evaluation import EvaluationLoader
 from copus_lightning.data.loader import ElasticDataLoader
 
 if TYPE_CHECKING:
-    from copus_lightning.engine.engine import Engine, StepOutcome, SwitchReport
+    from copus_lightning.engine.engine import Engine, Reduction, StepOutcome, SwitchReport
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,16 @@ class Options:
         layout.check(world_size=world_size)
         return layout
 
+    def first_configuration(self, world_size: int) -> Configuration:
+        """Where a run begins if nothing else chooses the batch.
+
+        Raises:
+            ValueError: The layout does not fit the world size, or the batch does not divide.
+        """
+        layout = self.first_layout(world_size)
+        batch = self.global_batch_size or layout.data * self.micro_batch_size
+        return Configuration(layout, batch, self.micro_batch_size)
+
 
 class Session:
     """Drives one engine for a strategy.
@@ -58,6 +68,7 @@ class Session:
         loss: Of the last forward pass, 0-d.
         step_seconds: Seconds that the last optimizer step spent in forward, backward and update.
         learning_rate_factor: Multiplies the user's learning rate in the next step.
+        on_switched: Called after each switch, once engine and loader have followed.
     """
 
     def __init__(self, options: Options) -> None:
@@ -70,6 +81,8 @@ class Session:
         self.step_seconds = 0.0
         self.learning_rate_factor = 1.0
         self.sequence_length: int | None = None
+        self.on_switched: Callable[[], None] = lambda: None
+        self._batch_chosen = options.global_batch_size is not None
         self._scales: list[torch.Tensor] = []
         self._rank = 0
 
@@ -78,10 +91,7 @@ class Session:
     def start(self, rank: int, world_size: int) -> None:
         """Chooses the first configuration, once ranks are known."""
         self._rank = rank
-        layout = self.options.first_layout(world_size)
-        micro = self.options.micro_batch_size
-        batch = self.options.global_batch_size or layout.data * micro
-        self.configuration = Configuration(layout, batch, micro)
+        self.configuration = self.options.first_configuration(world_size)
 
     @property
     def seed(self) -> int:
@@ -113,7 +123,7 @@ class Session:
         if not training:
             return EvaluationLoader(dataloader, self._data_place)
         assert self.configuration is not None
-        if self.options.global_batch_size is None and self._untouched:
+        if not self._batch_chosen:
             batch = (dataloader.batch_size or 1) * self.configuration.layout.data
             self.configuration = Configuration(self.configuration.layout, batch, self._fitting_micro(batch))
             if self.engine is not None:
@@ -123,13 +133,6 @@ class Session:
             dataloader, rank, size, self.configuration.global_batch_size, self.seed
         )
         return self.train_loader
-
-    @property
-    def _untouched(self) -> bool:
-        """Nobody has chosen a batch yet."""
-        assert self.configuration is not None
-        layout, micro = self.configuration.layout, self.configuration.micro_batch_size
-        return self.configuration.global_batch_size == layout.data * micro
 
     def _fitting_micro(self, global_batch_size: int) -> int:
         assert self.configuration is not None
@@ -169,8 +172,14 @@ class Session:
         return CausalLMOutput(loss=_RecordScale.apply(anchor, self.loss, self._scales))
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        """Clips this step's gradient to a global norm; returns the norm before clipping."""
-        return self.live.clip(max_norm)
+        """Clips this step's gradient to a global norm; returns the norm before clipping.
+
+        Both are of the loss whose backward pass was run, with whatever it was multiplied with.
+        """
+        return self.live.clip(max_norm) * abs(self._scale())
+
+    def _scale(self) -> float:
+        return float(sum(s.item() for s in self._scales))
 
     def update(self) -> StepOutcome:
         """The optimizer step.
@@ -180,9 +189,11 @@ class Session:
         """
         started = time.perf_counter()
         if not self._scales:
-            raise RuntimeError("optimizer.step() was called without fabric.backward(loss): nothing to apply")
-        scale = float(sum(s.item() for s in self._scales))
-        self.outcome = self.live.update(scale, self.learning_rate_factor)
+            raise RuntimeError(
+                "the optimizer was stepped without a backward pass of the model's loss: call "
+                "fabric.backward(loss) before optimizer.step(), or return the loss from training_step"
+            )
+        self.outcome = self.live.update(self._scale(), self.learning_rate_factor)
         self._scales.clear()
         self.step_seconds += time.perf_counter() - started
         return self.outcome
@@ -190,13 +201,21 @@ class Session:
     def switch(self, configuration: Configuration) -> SwitchReport:
         """Goes to another configuration: engine first, then the loader."""
         report = self.live.switch(configuration)
-        self.configuration = configuration
+        self.configuration, self._batch_chosen = configuration, True
         if self.train_loader is not None:
             rank, size = self._data_place()
             self.train_loader.reconfigure(
                 data_rank=rank, data_size=size, global_batch_size=configuration.global_batch_size
             )
+        self.on_switched()
         return report
+
+    def take_reductions(self) -> list[Reduction]:
+        """Micro-batches that ran out of memory since the last call; the engine goes on with smaller ones."""
+        taken, self.live.reductions = self.live.reductions, []
+        if taken:
+            self.configuration = self.live.configuration
+        return taken
 
     def close(self) -> None:
         """Ends the engine."""
