@@ -276,7 +276,8 @@ class CopusCallback(Callback):
     # -- Trainer -----------------------------------------------------------------------------------------------
 
     @override
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        # Not on_train_start: by then Trainer has asked the loader for its length under the first batch.
         self.connect(trainer.strategy, list(trainer.loggers))
 
     @override
