@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from copus_lightning.core.layout import Layout
-from copus_lightning.engine.exchange import missing_elements, plan
+from copus_lightning.engine.exchange import ExchangePlan, missing_elements, plan
 from copus_lightning.engine.groups import LayoutGroups
 from copus_lightning.engine.layers import vocabulary_cross_entropy
 from copus_lightning.engine.model import ModelDescription
 from copus_lightning.engine.optimizer import MASTER, OptimizerHandle, ShardOptimizer
-from copus_lightning.engine.pipeline import MicroBatch, StageEngine
+from copus_lightning.engine.pipeline import MicroBatch, StageEngine, reset_globals
 from copus_lightning.engine.probes import GradientNorms, MicroBatchProbe
 from copus_lightning.engine.state import LogicalTensor, Piece, StateMap
 from copus_lightning.engine.transfer import Exchange, Storages
@@ -117,6 +115,21 @@ class Live:
 
 
 @dataclass
+class Held:
+    """A rank's pieces of state, apart from any layout that is alive.
+
+    Attributes:
+        layout: The layout that the pieces are of.
+        storages: Flat fp32 storage of each piece, by state key.
+        scalars: Step counts by user group; empty before the first optimizer step.
+    """
+
+    layout: Layout
+    storages: Storages
+    scalars: dict[int, dict[str, Any]]
+
+
+@dataclass
 class Prepared:
     """A layout of which everything is ready that needs neither the old state nor device memory."""
 
@@ -134,7 +147,6 @@ class Assembler:
         optimizer: Optimizer,
         settings: Any,
         device: torch.device,
-        own: ProcessGroup,
         seed: int,
     ) -> None:
         names: dict[int, str] = {}
@@ -150,7 +162,7 @@ class Assembler:
         self.handle = OptimizerHandle(optimizer, names, trainable)
         self.description = ModelDescription(model, seed)
         self._release_originals(optimizer)
-        self.settings, self.device, self.own = settings, device, own
+        self.settings, self.device = settings, device
         self.rank = dist.get_rank()
         self.state_map = self.description.state_map(settings.zero_stage, self.handle.groups)
 
@@ -168,7 +180,7 @@ class Assembler:
     def prepare(self, groups: LayoutGroups) -> Prepared:
         """Everything of a layout that needs no old state and no memory. No collective call."""
         stage = self.description.build_stage(self.state_map, groups, self.rank)
-        engine = StageEngine.build(stage, self.own, lambda *_: torch.zeros(()), self.settings.dtype)
+        engine = StageEngine.build(stage, groups.own, lambda *_: torch.zeros(()), self.settings.dtype)
         return Prepared(groups=groups, engine=engine, state_map=self.state_map)
 
     def materialise(self, prepared: Prepared) -> Live:
@@ -178,7 +190,7 @@ class Assembler:
         order = {t.name: i for i, t in enumerate(self.state_map.tensors)}
         parameters = engine.module.stage.logical_parameters(self.description.tied)
         parameters = {n: parameters[n] for n in sorted(parameters, key=order.__getitem__)}
-        shards = prepared.groups.data if self.settings.zero_stage == 1 else self.own
+        shards = prepared.groups.data if self.settings.zero_stage == 1 else prepared.groups.own
         optimizer = ShardOptimizer(self.handle, parameters, self.settings.zero_stage, shards)
         engine.activate(prepared.groups, optimizer.engine_optimizer)
         tied = set(self.description.tied.values())
@@ -232,57 +244,66 @@ class Assembler:
                 dist.broadcast(value, 0)
                 weights[name] = value.cpu()
 
-    # -- switching ---------------------------------------------------------------------------------------------
+    # -- carrying state ----------------------------------------------------------------------------------------
 
-    def switch(self, live: Live, groups: LayoutGroups, report: Any) -> Live:
-        """Carries weights and optimizer state from a live layout into another."""
-        clock = _Clock(report.seconds)
-        prepared = self.prepare(groups)
-        exchange_plan = plan(
-            self.state_map, live.layout, groups.layout, self.rank, self.settings.ranks_per_node
-        )
-        clock.lap("prepare")
-        scalars = self._agree_on_scalars(live)
-        with_state = bool(scalars)
-        source = live.storages(with_state)
-        if self.device.type != "cpu":
-            source = Storages([{k: v.to("cpu") for k, v in piece.items()} for piece in source.by_piece])
-        clock.lap("stage")
-        live.close()
-        clock.lap("free")
-        new = self.materialise(prepared)
-        clock.lap("build")
+    def hold(self, live: Live, scalars: dict[int, dict[str, Any]], on_host: bool) -> Held:
+        """References to a layout's own pieces of state, which outlive it; with ``on_host`` copies off the device."""
+        storages = live.storages(with_state=bool(scalars))
+        if on_host and self.device.type != "cpu":
+            storages = Storages([{k: _to_host(v) for k, v in piece.items()} for piece in storages.by_piece])
+        return Held(live.layout, storages, scalars)
+
+    def restore(self, groups: LayoutGroups, held: Held) -> Live:
+        """The held layout again, from this rank's own pieces. Communicates only to gather low-precision weights."""
+        live = self.materialise(self.prepare(groups))
+        for target, source in zip(
+            live.storages(bool(held.scalars)).by_piece, held.storages.by_piece, strict=True
+        ):
+            for key, value in source.items():
+                target[key].copy_(value)
+        self.settle(live, held.scalars)
+        return live
+
+    def exchange(self, held: Held, new: Live, exchange_plan: ExchangePlan) -> Exchange:
+        """The exchange that fills a new layout from the held pieces, ready to run."""
+        with_state = bool(held.scalars)
         keys = [new.optimizer.keys(t.group) if with_state else (MASTER,) for t in self.state_map.tensors]
-        exchange = Exchange(
+        return Exchange(
             exchange_plan,
-            source,
+            held.storages,
             new.storages(with_state),
             keys,
-            None,
+            new.groups.world,
             self.device,
             self.settings.buffer_bytes,
         )
-        exchange.run()
-        clock.lap("exchange")
-        new.optimizer.load_scalars(scalars)
-        new.optimizer.publish_weights()
-        clock.lap("load")
-        missing = missing_elements(self.state_map, live.layout, groups.layout, self.rank)
-        per_element = 4.0 * (1 + max((len(s.elementwise) for s in self.handle.schemas), default=0))
-        counts = torch.tensor(
-            [float(exchange.bytes_received), missing * (per_element if with_state else 4.0)],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        dist.all_reduce(counts)
-        report.bytes_moved, report.bytes_lower_bound = (round(c) for c in counts.tolist())
-        return new
+
+    def plan(self, source: Layout, target: Layout) -> ExchangePlan:
+        """This rank's part of the exchange between two layouts."""
+        return plan(self.state_map, source, target, self.rank, self.settings.ranks_per_node)
+
+    def lower_bound_bytes(self, source: Layout, target: Layout, with_state: bool) -> int:
+        """Bytes that this rank needs under ``target`` and does not hold under ``source``."""
+        per_element = 4 * (1 + max((len(s.elementwise) for s in self.handle.schemas), default=0))
+        missing = missing_elements(self.state_map, source, target, self.rank)
+        return missing * (per_element if with_state else 4)
 
     @staticmethod
-    def _agree_on_scalars(live: Live) -> dict[int, dict[str, Any]]:
-        """Step counts by user group, from whichever rank has them."""
+    def reset_globals() -> None:
+        """Frees what DeepSpeed's modules hold, also of a layout that was only half built."""
+        reset_globals()
+
+    @staticmethod
+    def settle(live: Live, scalars: dict[int, dict[str, Any]]) -> None:
+        """After masters and moments are in place: step counts, and weights recast from the masters."""
+        live.optimizer.load_scalars(scalars)
+        live.optimizer.publish_weights()
+
+    @staticmethod
+    def gather_scalars(live: Live) -> dict[int, dict[str, Any]]:
+        """Step counts by user group, from whichever rank has them. Collective over the layout's world group."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, live.optimizer.scalars())
+        dist.all_gather_object(everyone, live.optimizer.scalars(), group=live.groups.world)
         return {group: values for mine in everyone for group, values in mine.items()}
 
     # -- data and inspection -----------------------------------------------------------------------------------
@@ -327,14 +348,10 @@ class Assembler:
         return whole
 
 
-class _Clock:
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds, self.last = seconds, time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self.last
-        self.last = now
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned host memory."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor)
 
 
 def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -59,6 +60,8 @@ def load_deepspeed(device: torch.device) -> None:
     with environment(DS_ACCELERATOR=device.type), quiet():
         from deepspeed import comm
         from deepspeed.accelerator import get_accelerator
+    # DeepSpeed still calls collectives by names that torch has renamed; users can do nothing about it.
+    warnings.filterwarnings("ignore", "`torch.distributed.*deprecated", FutureWarning)
     chosen = get_accelerator().device_name()
     if chosen.split(":")[0] != device.type:
         raise RuntimeError(

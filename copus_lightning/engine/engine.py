@@ -7,11 +7,12 @@ for the forward and backward passes of one optimizer step, :meth:`Engine.update`
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,34 @@ from torch.optim import Optimizer
 
 from copus_lightning.core.layout import Configuration, Coordinates, Layout
 from copus_lightning.core.noise import StepNorms
+from copus_lightning.engine.agreement import Agreement
 from copus_lightning.engine.backend import load_deepspeed
-from copus_lightning.engine.groups import GroupCache, LayoutGroups
+from copus_lightning.engine.failures import (
+    MEMORY,
+    OutOfMemory,
+    RankLost,
+    StepFailed,
+    SwitchFailed,
+    causes,
+    describe,
+)
+from copus_lightning.engine.groups import GroupCache
+from copus_lightning.engine.switching import Preparation, Switch, SwitchReport
 
-IGNORED = -100
-"""Label of a position without a target, as in Hugging Face models."""
+if TYPE_CHECKING:
+    from copus_lightning.engine.assembly import Live
+
+__all__ = [
+    "Engine",
+    "EngineSettings",
+    "OutOfMemory",
+    "RankLost",
+    "Reduction",
+    "StepFailed",
+    "StepOutcome",
+    "SwitchFailed",
+    "SwitchReport",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +63,7 @@ class EngineSettings:
         cache_groups: Keep the process groups of layouts that were left, for a cheap return.
         ranks_per_node: Ranks that share a node, preferred as sources in a switch; None if all are equally near.
         buffer_bytes: Size of the buffer through which pieces travel in a switch.
+        timeout_seconds: Longest wait for another rank before the run ends with an error.
     """
 
     zero_stage: int = 1
@@ -47,6 +72,7 @@ class EngineSettings:
     cache_groups: bool = True
     ranks_per_node: int | None = None
     buffer_bytes: int = 64 * 2**20
+    timeout_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1):
@@ -80,23 +106,19 @@ class StepOutcome:
     n_target_tokens: int
 
 
-@dataclass
-class SwitchReport:
-    """What one switch cost.
+@dataclass(frozen=True)
+class Reduction:
+    """A micro-batch that ran out of memory, and what replaced it.
 
     Attributes:
-        seconds: Of each phase; they sum to ``total_seconds`` but for what lies between them.
-        bytes_moved: Bytes that crossed from rank to rank, over all ranks.
-        bytes_lower_bound: What the ranks need and did not hold, over all ranks.
+        configuration: What did not fit.
+        replacement: The same layout and global batch with a smaller micro-batch.
+        reason: One line that names the rank.
     """
 
-    source: Configuration
-    target: Configuration
-    layout_changed: bool
-    seconds: dict[str, float] = field(default_factory=dict)
-    total_seconds: float = 0.0
-    bytes_moved: int = 0
-    bytes_lower_bound: int = 0
+    configuration: Configuration
+    replacement: Configuration
+    reason: str
 
 
 class Engine:
@@ -112,6 +134,18 @@ class Engine:
         settings: What stays the same.
         device: This rank's device.
         seed: Seeds the weights of a model that was built on ``meta``.
+        automatic_micro_batch: Rerun a step that ran out of memory with a smaller micro-batch (and the same
+            samples and global batch) instead of raising :class:`OutOfMemory`.
+
+    Attributes:
+        configuration: What the next step runs in.
+        live: The layout that is alive.
+        measure_next: Measure the gradient norms of the next step.
+        probe_seconds: What the last measurement cost on this rank.
+        reductions: Micro-batches that ran out of memory, newest last; whoever reads them clears them.
+        fault: Called with the name of each phase of a step or a switch before it begins; what it raises is
+            handled like a failure of the phase. For tests.
+        tamper: Called with each packed buffer before it is sent in a switch. For tests.
 
     Raises:
         ValueError: The model, the optimizer or the layout does not fit; nothing was changed.
@@ -125,6 +159,7 @@ class Engine:
         settings: EngineSettings,
         device: torch.device,
         seed: int = 0,
+        automatic_micro_batch: bool = True,
     ) -> None:
         load_deepspeed(device)
         from copus_lightning.engine.assembly import Assembler
@@ -132,14 +167,20 @@ class Engine:
         self.settings, self.device = settings, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.groups = GroupCache(keep=settings.cache_groups)
-        self._own = self.groups.own()
-        self.assembler = Assembler(model, optimizer, settings, device, self._own, seed)
+        self.agreement = Agreement(settings.timeout_seconds)
+        self.assembler = Assembler(model, optimizer, settings, device, seed)
         self.check(configuration)
         self.configuration = configuration
+        self.automatic_micro_batch = automatic_micro_batch
         self.measure_next = False
         self.probe_seconds = 0.0
-        self.live = self.assembler.first(self.groups.get(configuration.layout))
+        self.reductions: list[Reduction] = []
+        self.fault: Callable[[str], None] = lambda phase: None
+        self.tamper: Callable[[torch.Tensor], None] | None = None
+        self.live: Live | None = self.assembler.first(self.groups.get(configuration.layout))
         self._stepped: _Stepped | None = None
+        self._preparation: Preparation | None = None
+        self._n_preparations = 0
 
     def check(self, configuration: Configuration) -> None:
         """Refuses a configuration that this model and world cannot be in.
@@ -183,53 +224,122 @@ class Engine:
                 f"the batch has {rows} samples, but {self.configuration} takes {expected} per data rank: "
                 "iterate over the loader that fabric.setup_dataloaders() returned"
             )
-        batches = self.assembler.split(batch, self.configuration.micro_batch_size)
-        total = sum(b.n_targets for b in batches)
-        assert isinstance(total, torch.Tensor)
-        if self.layout.data > 1:
-            dist.all_reduce(total, group=self.live.groups.data)
-        self.live.loss_scale = torch.where(total > 0, 1.0 / total.clamp(min=1), 0.0).float()
+        measured, self.measure_next = self.measure_next, False
+        while True:
+            try:
+                self._stepped = self._attempt(batch, measured)
+                return self._stepped.sums[0].float()
+            except Exception as error:
+                failure = describe(error, self.rank)
+            reason = self._recover(failure)
+            if not self.automatic_micro_batch:
+                raise OutOfMemory(reason)
+            self._reduce_micro_batch(reason)
 
-        measured = self.measure_next
-        self.measure_next = False
-        probe = self.live.probe
+    def _attempt(self, batch: Mapping[str, torch.Tensor], measured: bool) -> _Stepped:
+        live, at = self._alive, self.coordinates
+        batches = self.assembler.split(batch, self.configuration.micro_batch_size)
+        total = torch.stack([b.n_targets for b in batches]).sum()
+        if self.layout.data > 1:
+            dist.all_reduce(total, group=live.groups.data)
+        live.loss_scale = torch.where(total > 0, 1.0 / total.clamp(min=1), 0.0).float()
+
+        probe = live.probe
         if measured:
             probe.attach([b.input_ids for b in batches], [b.n_targets for b in batches], total)
-            self.live.engine.on_micro_batch = probe.micro_batch_done
+        live.engine.on_micro_batch = self._on_micro_batch(measured)
         try:
-            loss = self.live.engine.forward_backward(batches)
+            loss = live.engine.forward_backward(batches)
         finally:
-            self.live.engine.on_micro_batch = None
+            live.engine.on_micro_batch = None
             weighted = probe.detach() if measured else None
 
-        at = self.coordinates
-        speaks = at.tensor == 0 and at.pipeline == 0
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if at.tensor == 0 and at.pipeline == self.layout.pipeline - 1:
             sums[0] = loss
-        sums[1] = self.live.squared_gradient_norm()
+        square = sums[1] = live.squared_gradient_norm()
+        speaks = at.tensor == 0 and at.pipeline == 0
         if speaks:
             sums[2] = total / self.layout.data
-        mean_share = sums[1].clone()
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=live.groups.world)
         norms = None
         if weighted is not None:
             started = time.perf_counter()
-            norms = self.live.norms
+            norms = live.norms
             norms.reset()
-            n_micro = sum((b.n_targets > 0).double() for b in batches)
-            shares = [weighted, mean_share]
-            shares += [n_micro, total.double() / self.layout.data, torch.tensor(float(rows), dtype=torch.float64)]
-            keep = [1.0, 1.0] + [float(speaks)] * 3
-            norms.update(torch.stack([s.to(self.device) * k for s, k in zip(shares, keep, strict=True)]))
+            shares = torch.zeros(5, dtype=torch.float64, device=self.device)
+            shares[0], shares[1] = weighted, square
+            if speaks:
+                shares[2] = torch.stack([b.n_targets > 0 for b in batches]).sum()
+                shares[3] = total / self.layout.data
+                shares[4] = batch["input_ids"].shape[0]
+            norms.update(shares)
             self.probe_seconds = probe.seconds + time.perf_counter() - started
-        self._stepped = _Stepped(
+        return _Stepped(
             sums=sums,
             norms=norms,
             n_samples=self.configuration.global_batch_size,
             clip_norm=self.settings.gradient_clip_norm,
         )
-        return sums[0].float()
+
+    def _on_micro_batch(self, measured: bool) -> Callable[[int], None]:
+        probe = self._alive.probe
+
+        def done(index: int) -> None:
+            self.fault("micro-batch")
+            if measured:
+                probe.micro_batch_done(index)
+
+        return done
+
+    @property
+    def _alive(self) -> Live:
+        if self.live is None:
+            raise RuntimeError("the engine is closed")
+        return self.live
+
+    # -- a step that failed ------------------------------------------------------------------------------------
+
+    def _recover(self, failure: Any) -> str:
+        """Brings all ranks back to the state before the step, if memory is all that was missing.
+
+        Returns:
+            The reason in one line.
+
+        Raises:
+            StepFailed: A rank failed for another reason.
+            RankLost: A rank is gone.
+        """
+        live = self._alive
+        held = self.assembler.hold(live, live.optimizer.scalars(), on_host=True)
+        del live
+        self.take_down()
+        failures = self.agreement.agree("step", failure)
+        first = causes(failures)[0]
+        if first.kind != MEMORY:
+            raise StepFailed(f"rank {first.rank} failed in the step: {first.reason}")
+        self.live = self.assembler.restore(self.groups.get(self.layout), held)
+        return f"rank {first.rank} ran out of memory in {self.configuration}: {first.reason}"
+
+    def _reduce_micro_batch(self, reason: str) -> None:
+        now = self.configuration
+        smaller = [m for m in range(1, now.micro_batch_size) if now.data_rank_batch_size % m == 0]
+        if not smaller:
+            raise OutOfMemory(f"{reason}; the micro-batch is 1 already, use more tensor or pipeline ranks")
+        half = [m for m in smaller if m <= now.micro_batch_size // 2]
+        replacement = Configuration(now.layout, now.global_batch_size, max(half or smaller))
+        self.reductions.append(Reduction(now, replacement, reason))
+        self.configuration = replacement
+
+    def take_down(self) -> None:
+        """Ends the live layout and closes this rank's connections, so that nobody waits for it."""
+        if self.live is not None:
+            self.live.close()
+            self.live = None
+        self._preparation = None
+        self.assembler.reset_globals()
+        self.groups.close()
+        gc.collect()
 
     def update(self, gradient_scale: float = 1.0, learning_rate_factor: float = 1.0) -> StepOutcome:
         """The optimizer step: clips by the global norm and updates, or changes nothing if it is not finite.
@@ -249,11 +359,11 @@ class Engine:
         if limit is not None and applied and norm > limit:
             clip = limit / (norm + 1e-6)
         if applied:
-            self.live.optimizer.scale_gradients(clip * gradient_scale)
-            self.live.optimizer.step(learning_rate_factor)
+            self._alive.optimizer.scale_gradients(clip * gradient_scale)
+            self._alive.optimizer.step(learning_rate_factor)
         else:
             norms = None
-            self.live.optimizer.zero_grad()
+            self._alive.optimizer.zero_grad()
         return StepOutcome(
             applied=applied,
             gradient_norm=norm,
@@ -277,51 +387,85 @@ class Engine:
     def discard(self) -> None:
         """Drops the gradient of a step that will not be applied."""
         self._stepped = None
-        self.live.optimizer.zero_grad()
+        self._alive.optimizer.zero_grad()
 
     @torch.no_grad()
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss and number of target tokens over all data ranks' batches, 0-d, equal on all ranks."""
         rows = batch["input_ids"].shape[0]
         batches = self.assembler.split(batch, math.gcd(rows, self.configuration.micro_batch_size))
-        self.live.loss_scale = torch.ones((), device=self.device)
-        loss = self.live.engine.forward_only(batches)
+        self._alive.loss_scale = torch.ones((), device=self.device)
+        loss = self._alive.engine.forward_only(batches)
         at = self.coordinates
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         if at.tensor == 0 and at.pipeline == self.layout.pipeline - 1:
             sums[0] = loss
-            sums[1] = sum(b.n_targets for b in batches)
-        dist.all_reduce(sums)
+            sums[1] = torch.stack([b.n_targets for b in batches]).sum()
+        dist.all_reduce(sums, group=self._alive.groups.world)
         return sums[0], sums[1]
 
     # -- switch ------------------------------------------------------------------------------------------------
+
+    def prepare(self, configuration: Configuration) -> None:
+        """Begins to prepare another layout in a helper thread, while training goes on in this one.
+
+        A switch to the same configuration then makes use of it.
+        """
+        self.check(configuration)
+        if configuration.layout != self.layout:
+            self._preparation = self._prepare(configuration, in_thread=True)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the preparation that was begun last has ended on this rank."""
+        return self._preparation is not None and self._preparation.finished
+
+    def _prepare(self, configuration: Configuration, in_thread: bool) -> Preparation:
+        if self._preparation is not None:
+            self._preparation.wait()
+        self._n_preparations += 1
+        return Preparation(self, configuration, self._n_preparations, in_thread)
 
     def switch(self, configuration: Configuration) -> SwitchReport:
         """Goes over to another configuration, with weights and the whole optimizer state.
 
         A change of batch or micro-batch alone rebuilds nothing. Not to be called between ``step`` and
         ``update``.
+
+        Raises:
+            ValueError: The configuration does not fit; nothing was changed.
+            SwitchFailed: Some rank failed; all are in the old configuration, with bit-identical state.
+            RankLost: Some rank is gone.
         """
         self.check(configuration)
         if self._stepped is not None:
             raise RuntimeError("a switch between backward and optimizer.step() would lose the gradient")
         changed = configuration.layout != self.layout
-        report = SwitchReport(source=self.configuration, target=configuration, layout_changed=changed)
-        started = time.perf_counter()
+        report = SwitchReport(self.configuration, configuration, changed)
         if changed:
-            groups = self._timed(report, "groups", lambda: self.groups.get(configuration.layout))
-            self.live = self.assembler.switch(self.live, groups, report)
+            preparation = self._preparation
+            self._preparation = None
+            usable = preparation is not None and preparation.source_layout == self.layout
+            if preparation is None or not usable or preparation.target.layout != configuration.layout:
+                if preparation is not None:
+                    preparation.wait()
+                preparation = self._prepare(configuration, in_thread=False)
+            report.overlapped = preparation.overlapped
+            started = time.perf_counter()
+            self.live = Switch(self, configuration, preparation, report).run()
+            report.total_seconds = time.perf_counter() - started
+            if not report.overlapped:
+                report.total_seconds += sum(preparation.seconds.values())
             self.groups.release([configuration.layout])
         self.configuration = configuration
-        report.total_seconds = time.perf_counter() - started
         return report
 
-    @staticmethod
-    def _timed(report: SwitchReport, phase: str, work: Any) -> LayoutGroups:
-        started = time.perf_counter()
-        result = work()
-        report.seconds[phase] = time.perf_counter() - started
-        return result
+    def has_room(self) -> bool:
+        """Whether the device can hold this rank's state twice for the time of a switch."""
+        if self.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free > 1.5 * torch.cuda.memory_allocated(self.device)
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -330,12 +474,14 @@ class Engine:
 
         For tests and small models: the whole model is materialised.
         """
-        return self.assembler.gather(self.live, key)
+        return self.assembler.gather(self._alive, key)
 
     def close(self) -> None:
         """Ends the live layout and every group that the engine made."""
-        self.live.close()
-        self.groups.close()
+        if self._preparation is not None:
+            self._preparation.wait()
+        self.take_down()
+        self.agreement.close()
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from copus_lightning.core.layout import Layout
 
-AXES = ("data", "tensor", "pipeline", "replica", "ends", "world")
+AXES = ("data", "tensor", "pipeline", "replica", "ends", "world", "own")
 
 
 def axis_groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
@@ -24,7 +24,8 @@ def axis_groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
 
     ``data``, ``tensor`` and ``pipeline`` hold the ranks that differ in that coordinate alone; ``replica`` the
     ranks of one data index (a whole copy of the model); ``ends`` the first and the last stage's ranks of one
-    data and tensor index, for a weight tied over both (other stages are alone); ``world`` all ranks.
+    data and tensor index, for a weight tied over both (other stages are alone); ``world`` all ranks;
+    ``own`` this rank alone.
     """
     ranks = range(layout.world_size)
     if axis in ("data", "tensor", "pipeline"):
@@ -33,6 +34,8 @@ def axis_groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
         groups = {tuple(r for r in ranks if layout.coordinates(r).data == d) for d in range(layout.data)}
     elif axis == "world":
         groups = {tuple(ranks)}
+    elif axis == "own":
+        groups = {(rank,) for rank in ranks}
     else:
         groups = set()
         for rank in ranks:
@@ -52,6 +55,7 @@ class LayoutGroups:
     replica: ProcessGroup
     ends: ProcessGroup
     world: ProcessGroup
+    own: ProcessGroup
 
 
 class GroupCache:
@@ -77,11 +81,6 @@ class GroupCache:
                     mine[axis] = group
         return LayoutGroups(layout=layout, **mine)
 
-    def own(self) -> ProcessGroup:
-        """A group of this rank alone. Collective, like :meth:`get`."""
-        groups = [self._group((rank,)) for rank in range(dist.get_world_size())]
-        return groups[dist.get_rank()]
-
     def _group(self, members: tuple[int, ...]) -> ProcessGroup:
         if members not in self._groups:
             self._groups[members] = dist.new_group(list(members))
@@ -91,8 +90,7 @@ class GroupCache:
         """Ends the groups that no layout of ``alive`` needs, unless groups are kept. Collective."""
         if self.keep:
             return
-        needed = {(rank,) for rank in range(dist.get_world_size())} if alive else set()
-        needed |= {members for layout in alive for axis in AXES for members in axis_groups(layout, axis)}
+        needed = {members for layout in alive for axis in AXES for members in axis_groups(layout, axis)}
         for members in [m for m in self._groups if m not in needed]:
             group = self._groups.pop(members)
             if dist.get_rank() in members:

@@ -184,7 +184,9 @@ class ModelDescription:
             )
             last = tensors[-1]
             if layer is None and not (last.on_first or last.on_last):
-                raise ValueError(f"parameter {name} is in no stage of {self.config.model_type}'s pipeline plan")
+                raise ValueError(
+                    f"parameter {name} is in no stage of {self.config.model_type}'s pipeline plan"
+                )
         return tuple(tensors)
 
     # -- weights -----------------------------------------------------------------------------------------------

@@ -210,8 +210,11 @@ class StageEngine(PipelineEngine):
 
     def deactivate(self) -> None:
         """Leaves the layout: frees what DeepSpeed's globals hold of this engine."""
-        deepspeed_groups.mpu = None
-        set_autotp_mode(training=False)
+        reset_globals()
+        # Outputs carry backward hooks that refer to this engine, a cycle through C++ that no collector sees.
+        self.loss = self.total_loss = self.outputs = self.grad_layer = self.data_iterator = None
+        self.pipe_buffers, self.fwd_outputs, self._step_batches = {}, [], []
+        self.groups = None
         self.destroy()
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ class StageEngine(PipelineEngine):
         self._activation_shape = shape
         # A step that failed may have left activations behind.
         self.num_pipe_buffers = 0
-        self.pipe_buffers = {key: [] for key in self.pipe_buffers}
+        self.pipe_buffers = {key: [] for key in ("inputs", "labels", "outputs", "output_tensors")}
         self.grad_layer = None
         self.micro_batches = len(batches)
         self.micro_batch_size = shape[0]
@@ -341,6 +344,12 @@ class StageEngine(PipelineEngine):
             schedule.RecvGrad: _exec_recv_grads,
         }
     )
+
+
+def reset_globals() -> None:
+    """Frees what DeepSpeed keeps of an engine in its modules."""
+    deepspeed_groups.mpu = None
+    set_autotp_mode(training=False)
 
 
 def _local_rank() -> str:

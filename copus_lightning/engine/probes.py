@@ -90,7 +90,9 @@ class MicroBatchProbe:
         self._tied_now: torch.Tensor | None = None
         self._total: torch.Tensor | None = None
 
-    def attach(self, ids: list[torch.Tensor], n_targets: list[torch.Tensor], total_targets: torch.Tensor) -> None:
+    def attach(
+        self, ids: list[torch.Tensor], n_targets: list[torch.Tensor], total_targets: torch.Tensor
+    ) -> None:
         """Watches the next step.
 
         Args:

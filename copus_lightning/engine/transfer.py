@@ -7,7 +7,7 @@ cycle can form; a pair that has nothing to exchange skips its round without a wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,40 +74,59 @@ class Exchange:
     ) -> None:
         self.plan, self.source, self.target, self.keys = plan, source, target, keys
         self.group, self.device = group, device
-        self.half = max(buffer_bytes // 8, 1)  # fp32 elements in half a buffer
+        self.half = max(buffer_bytes // 8, 2) // 2 * 2  # fp32 elements in half a buffer, an even number
         self.bytes_sent = self.bytes_received = 0
+        self.tamper: Callable[[torch.Tensor], None] | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """The pieces on both sides and the buffer."""
+        sides = (self.source.by_piece, self.target.by_piece)
+        pieces = sum(t.numel() * 4 for side in sides for piece in side for t in piece.values())
+        return pieces + 8 * self.half
 
     @torch.no_grad()
     def run(self) -> None:
-        """Moves everything. Collective over the ranks that have something to exchange with one another."""
+        """Moves everything. Collective over the ranks that have something to exchange with one another.
+
+        Raises:
+            RuntimeError: A buffer arrived with another checksum than it was sent with.
+        """
         for move in self.plan.keeps:
             for key in self.keys[move.tensor]:
                 self.target.view(move.target, move.shape, key).copy_(
                     self.source.view(move.source, move.shape, key)
                 )
-        outgoing = torch.empty(0, device=self.device)
-        incoming = torch.empty(0, device=self.device)
+        outgoing = incoming = torch.empty(0, device=self.device)
         for peer in rounds(dist.get_world_size(), self.plan.rank):
             sends = list(self._chunks(self.plan.sends.get(peer, []), self.source, "source"))
             receives = list(self._chunks(self.plan.receives.get(peer, []), self.target, "target"))
+            # Behind the payload: one element so that its number is even, and a checksum of 8 bytes.
             if sends and not outgoing.numel():
-                outgoing = torch.empty(self.half, device=self.device)
+                outgoing = torch.empty(self.half + 4, device=self.device)
             if receives and not incoming.numel():
-                incoming = torch.empty(self.half, device=self.device)
+                incoming = torch.empty(self.half + 4, device=self.device)
             for index in range(max(len(sends), len(receives))):
                 operations = []
                 if index < len(sends):
-                    chunk = self._pack(sends[index], outgoing)
-                    operations.append(dist.P2POp(dist.isend, chunk, peer, self.group))
-                    self.bytes_sent += chunk.numel() * 4
+                    payload = self._pack(sends[index], outgoing)
+                    packed = outgoing[: _padded(payload) + 2]
+                    packed[payload:-2].zero_()
+                    packed[-2:].view(torch.int64)[0] = _checksum(packed[:-2])
+                    if self.tamper is not None:
+                        self.tamper(packed)
+                    operations.append(dist.P2POp(dist.isend, packed, peer, self.group))
+                    self.bytes_sent += payload * 4
                 if index < len(receives):
                     size = sum(view.numel() for view in receives[index])
-                    chunk = incoming[:size]
-                    operations.append(dist.P2POp(dist.irecv, chunk, peer, self.group))
+                    arriving = incoming[: _padded(size) + 2]
+                    operations.append(dist.P2POp(dist.irecv, arriving, peer, self.group))
                     self.bytes_received += size * 4
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
                 if index < len(receives):
+                    if not torch.equal(arriving[-2:].view(torch.int64)[0], _checksum(arriving[:-2])):
+                        raise RuntimeError(f"a piece of state from rank {peer} arrived corrupted (checksum)")
                     self._unpack(receives[index], incoming)
 
     def _chunks(self, moves: Sequence[Move], storages: Storages, side: str) -> Iterator[list[torch.Tensor]]:
@@ -135,12 +154,12 @@ class Exchange:
             yield from view.split(max(self.half // columns, 1))
 
     @staticmethod
-    def _pack(views: list[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    def _pack(views: list[torch.Tensor], buffer: torch.Tensor) -> int:
         at = 0
         for view in views:
             buffer[at : at + view.numel()].view(view.shape).copy_(view)
             at += view.numel()
-        return buffer[:at]
+        return at
 
     @staticmethod
     def _unpack(views: list[torch.Tensor], buffer: torch.Tensor) -> None:
@@ -148,3 +167,12 @@ class Exchange:
         for view in views:
             view.copy_(buffer[at : at + view.numel()].view(view.shape))
             at += view.numel()
+
+
+def _padded(numel: int) -> int:
+    return numel + numel % 2
+
+
+def _checksum(buffer: torch.Tensor) -> torch.Tensor:
+    """Sum of the bits as 64-bit integers, wrapping around, 0-d."""
+    return buffer.view(torch.int64).sum()

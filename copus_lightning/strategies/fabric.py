@@ -83,6 +83,7 @@ class CopusStrategy(Processes, ParallelStrategy):
             gradient_clip_norm=gradient_clip_norm,
             cache_groups=cache_groups,
             buffer_bytes=buffer_bytes,
+            timeout_seconds=timeout_seconds,
             seed=seed,
         )
         self.session = Session(options)

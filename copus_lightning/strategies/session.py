@@ -33,6 +33,7 @@ class Options:
     gradient_clip_norm: float | None = None
     cache_groups: bool = True
     buffer_bytes: int = 64 * 2**20
+    timeout_seconds: float = 1800.0
     seed: int | None = None
 
     def first_layout(self, world_size: int) -> Layout:
@@ -114,6 +115,7 @@ class Session:
             cache_groups=self.options.cache_groups,
             buffer_bytes=self.options.buffer_bytes,
             ranks_per_node=_ranks_per_node(),
+            timeout_seconds=self.options.timeout_seconds,
         )
         self.engine = Engine(model, optimizer, self.configuration, settings, device, self.seed)
         return Facade(self)
@@ -165,11 +167,17 @@ class Session:
             return CausalLMOutput(loss=(total / n_tokens.clamp(min=1)).float())
         started = time.perf_counter()
         self.sequence_length = batch["input_ids"].shape[1]
-        self._scales.clear()
         self.loss = self.live.step(batch)
+        self._scales.clear()
+        self.configuration = self.live.configuration  # its micro-batch is smaller if memory was short
         self.step_seconds = time.perf_counter() - started
         anchor = torch.zeros((), device=self.loss.device, requires_grad=True)
         return CausalLMOutput(loss=_RecordScale.apply(anchor, self.loss, self._scales))
+
+    def take_reductions(self) -> list[Reduction]:
+        """Micro-batches that ran out of memory since the last call."""
+        taken, self.live.reductions = self.live.reductions, []
+        return taken
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clips this step's gradient to a global norm; returns the norm before clipping.
@@ -209,13 +217,6 @@ class Session:
             )
         self.on_switched()
         return report
-
-    def take_reductions(self) -> list[Reduction]:
-        """Micro-batches that ran out of memory since the last call; the engine goes on with smaller ones."""
-        taken, self.live.reductions = self.live.reductions, []
-        if taken:
-            self.configuration = self.live.configuration
-        return taken
 
     def close(self) -> None:
         """Ends the engine."""

@@ -1,0 +1,258 @@
+"""A switch as a transaction: it happens wholly, or every rank is back where it was.
+
+| phase      | what happens                                             | needs the old state | communicates |
+|------------|----------------------------------------------------------|---------------------|--------------|
+| `groups`   | process groups of the new layout                         | no                  | store only   |
+| `prepare`  | exchange plan, module skeleton, DeepSpeed's set-up       | no                  | no           |
+| `drain`    | the preparation and work on the device come to an end    | no                  | no           |
+| `stage`    | this rank's pieces are held, step counts agreed on       | yes                 | yes          |
+| `free`     | the old layout is taken down                             | yes                 | no           |
+| `build`    | the new layout gets its memory                           | no                  | no           |
+| `exchange` | pieces travel from rank to rank                          | yes                 | yes          |
+| `load`     | weights are recast from the masters                      | no                  | yes          |
+
+`groups` and `prepare` can run in a helper thread while training goes on; the pause is the rest. After every
+phase all ranks agree that it went well; if one rank failed, all take the old layout up again from the pieces
+that they hold.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from copus_lightning.core.layout import Configuration, Layout
+from copus_lightning.engine.exchange import ExchangePlan
+from copus_lightning.engine.failures import MEMORY, Failure, SwitchFailed, causes, describe
+from copus_lightning.engine.memory import PeakMemory
+
+if TYPE_CHECKING:
+    from copus_lightning.engine.assembly import Held, Live, Prepared
+    from copus_lightning.engine.engine import Engine
+
+T = TypeVar("T")
+OVERLAPPED = ("groups", "prepare")
+PHASES = (*OVERLAPPED, "drain", "stage", "free", "build", "exchange", "load")
+
+
+@dataclass
+class SwitchReport:
+    """What one switch cost.
+
+    Attributes:
+        source: Where the run was.
+        target: Where it is now.
+        layout_changed: False for a change of batch or micro-batch alone, which rebuilds nothing.
+        seconds: Of each phase on this rank, see the table above; ``groups`` and ``prepare`` ran while training
+            went on if the switch was prepared.
+        total_seconds: Of the pause, on this rank.
+        overlapped: ``groups`` and ``prepare`` are not part of the pause.
+        bytes_moved: Bytes of state that crossed from rank to rank, over all ranks.
+        bytes_lower_bound: What ranks need and did not hold, over all ranks.
+        host_peak_bytes: Most host memory that this rank took on top of what it had before.
+        state_bytes: This rank's pieces before and after, and one buffer: what ``host_peak_bytes`` may reach.
+    """
+
+    source: Configuration
+    target: Configuration
+    layout_changed: bool
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
+    overlapped: bool = False
+    bytes_moved: int = 0
+    bytes_lower_bound: int = 0
+    host_peak_bytes: int = 0
+    state_bytes: int = 0
+
+
+class Preparation:
+    """Everything of a new layout that needs no old state, made in a helper thread or at once.
+
+    Collective: every rank prepares the same configurations in the same order, counted by ``number``.
+    """
+
+    def __init__(self, engine: Engine, target: Configuration, number: int, in_thread: bool) -> None:
+        self.target = target
+        self.source_layout: Layout = engine.layout
+        self.seconds: dict[str, float] = {}
+        self.prepared: Prepared | None = None
+        self.plan: ExchangePlan | None = None
+        self.failure: Failure | None = None
+        self._key = f"preparation {number}"
+        self._thread: threading.Thread | None = None
+        if in_thread:
+            self._thread = threading.Thread(
+                target=self._run, args=(engine,), name="copus-prepare", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._run(engine)
+
+    @property
+    def overlapped(self) -> bool:
+        """Made while training went on."""
+        return self._thread is not None
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to wait for on this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits for the helper thread."""
+        if self._thread is not None:
+            self._thread.join()
+        if self.prepared is None and self.failure is None:
+            self.failure = Failure(-1, "error", "the helper thread that prepares the layout was killed")
+
+    def _run(self, engine: Engine) -> None:
+        try:
+            started = time.perf_counter()
+            engine.fault("groups")
+            engine.agreement.meet(self._key)
+            groups = engine.groups.get(self.target.layout)
+            self.seconds["groups"] = time.perf_counter() - started
+            started = time.perf_counter()
+            engine.fault("prepare")
+            self.plan = engine.assembler.plan(self.source_layout, self.target.layout)
+            self.prepared = engine.assembler.prepare(groups)
+            self.seconds["prepare"] = time.perf_counter() - started
+        except BaseException as error:  # whatever ends the thread is agreed on by all ranks
+            self.failure = describe(error, engine.rank)
+            engine.agreement.warn(self._key)
+
+
+class _Failed(Exception):
+    def __init__(self, phase: str, failures: list[Failure]) -> None:
+        super().__init__(phase)
+        self.phase, self.failures = phase, failures
+
+
+class Switch:
+    """One change of layout of an engine."""
+
+    def __init__(
+        self, engine: Engine, target: Configuration, preparation: Preparation, report: SwitchReport
+    ) -> None:
+        self.engine, self.target, self.report = engine, target, report
+        self.preparation = preparation
+        self._held: Held | None = None
+        self._new: Live | None = None
+
+    def run(self) -> Live:
+        """Carries it out.
+
+        Raises:
+            SwitchFailed: Some rank failed; all are in the old layout again.
+            RankLost: Some rank is gone.
+        """
+        engine = self.engine
+        try:
+            self._phase("drain", self._drain)
+            self.report.seconds |= self.preparation.seconds
+            with PeakMemory() as memory:
+                self._phase("stage", self._stage)
+                self._phase("free", self._free)
+                self._phase("build", self._build)
+                moved = self._phase("exchange", self._exchange)
+                self._phase("load", lambda: self._load(moved))
+            self.report.host_peak_bytes = memory.growth_bytes
+            assert self._new is not None
+            return self._new
+        except _Failed as failed:
+            reason = self._back(failed)
+        raise SwitchFailed(reason)
+
+    def _phase(self, name: str, work: Callable[[], T]) -> T:
+        engine = self.engine
+        started = time.perf_counter()
+        result: T | None = None
+        failure: Failure | None = None
+        try:
+            engine.fault(name)
+            result = work()
+        except Exception as error:
+            failure = describe(error, engine.rank)
+            if name != "drain":
+                self._let_go()
+        failures = engine.agreement.agree(f"switch: {name}", failure)
+        self.report.seconds[name] = time.perf_counter() - started
+        if failures:
+            raise _Failed(name, failures)
+        return result  # type: ignore[return-value]
+
+    def _let_go(self) -> None:
+        """Closes this rank's connections, so that nobody waits for it in a collective of a layout."""
+        engine = self.engine
+        if self._held is None and engine.live is not None:
+            self._held = engine.assembler.hold(engine.live, engine.live.optimizer.scalars(), on_host=True)
+        if self._new is not None:
+            self._new.close()
+            self._new = None
+        self.preparation.prepared = None
+        engine.take_down()
+
+    # -- phases ------------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        self.preparation.wait()
+        failure = self.preparation.failure
+        if failure is not None:
+            raise MemoryError(failure.reason) if failure.kind == MEMORY else RuntimeError(failure.reason)
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
+
+    def _stage(self) -> None:
+        engine = self.engine
+        assert engine.live is not None
+        scalars = engine.assembler.gather_scalars(engine.live)
+        self._held = engine.assembler.hold(engine.live, scalars, on_host=not engine.has_room())
+
+    def _free(self) -> None:
+        engine = self.engine
+        assert engine.live is not None
+        engine.live.close()
+        engine.live = None
+        if engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _build(self) -> None:
+        assert self.preparation.prepared is not None
+        self._new = self.engine.assembler.materialise(self.preparation.prepared)
+
+    def _exchange(self) -> int:
+        assert self._held is not None and self._new is not None and self.preparation.plan is not None
+        exchange = self.engine.assembler.exchange(self._held, self._new, self.preparation.plan)
+        exchange.tamper = self.engine.tamper
+        exchange.run()
+        self.report.state_bytes = exchange.state_bytes
+        return exchange.bytes_received
+
+    def _load(self, moved: int) -> None:
+        engine, held, new = self.engine, self._held, self._new
+        assert held is not None and new is not None
+        engine.assembler.settle(new, held.scalars)
+        bound = engine.assembler.lower_bound_bytes(held.layout, new.layout, bool(held.scalars))
+        counts = torch.tensor([moved, bound], dtype=torch.int64, device=engine.device)
+        torch.distributed.all_reduce(counts, group=new.groups.world)
+        self.report.bytes_moved, self.report.bytes_lower_bound = counts.tolist()
+
+    # -- the way back ------------------------------------------------------------------------------------------
+
+    def _back(self, failed: _Failed) -> str:
+        """Takes the old layout up again, on all ranks. Returns the reason in one line."""
+        engine = self.engine
+        first = causes(failed.failures)[0]
+        reason = f"rank {first.rank} failed in phase '{failed.phase}' of the switch to {self.target}: {first.reason}"
+        if failed.phase != "drain":  # somebody has let go of the groups: all rebuild the old layout
+            self._let_go()
+            assert self._held is not None
+            engine.live = engine.assembler.restore(engine.groups.get(engine.layout), self._held)
+        failure = engine.agreement.agree("switch: restored", None)
+        assert not failure
+        return reason
