@@ -16,6 +16,7 @@ from typing import Any
 from copus_lightning.core.controller import Controller
 from copus_lightning.core.layout import Configuration
 from copus_lightning.core.records import RunRecorder
+from copus_lightning.engine.switching import OVERLAPPED
 from copus_lightning.strategies.session import Session
 
 Row = dict[str, Any]
@@ -50,6 +51,9 @@ class Conductor:
         self._last_end: float | None = None
         self._booked = 0.0
         self._warned = False
+        self._switch_at: int | None = None
+        self._prepare_seconds = 0.0
+        self._unfinished: dict[str, Any] | None = None
         session.live.measure_next = True
         session.learning_rate_factor = controller.learning_rate_factor
         if session.configuration is not None and recorder is not None:
@@ -108,8 +112,13 @@ class Conductor:
             if not outcome.applied:
                 self.recorder.event("skipped_step", step=controller.step, reason="a gradient is not finite")
         self._plan_measurement(outcome.norms is not None, step_seconds)
-        if controller.due():
-            self._decide()
+        self._finish_switch_event(step_seconds)
+        if self._switch_at is not None and controller.step >= self._switch_at:
+            self._switch_at = None
+            assert controller.pending is not None
+            self.switch(controller.pending)
+        elif controller.due():
+            self._decide(step_seconds)
         session.learning_rate_factor = controller.learning_rate_factor
         return row
 
@@ -149,14 +158,22 @@ class Conductor:
         else:
             self.session.live.measure_next = self._since_measured + 1 >= self.measure_every
 
-    def _decide(self) -> None:
+    def _decide(self, step_seconds: float) -> None:
         decision = self.controller.decide(self.remaining_seconds)
-        target = decision.configuration.to_dict() if decision.configuration is not None else None
-        target = self.broadcast(target)  # rank 0's word
-        self.controller.pending = Configuration.from_dict(target) if target is not None else None
+        wanted = decision.configuration.to_dict() if decision.configuration is not None else None
+        wait = max(1, math.ceil(self._prepare_seconds / step_seconds))
+        wanted, wait = self.broadcast((wanted, wait))  # rank 0's word
+        target = Configuration.from_dict(wanted) if wanted is not None else None
+        self.controller.pending = target
         self._event("decision", **decision.to_dict(), noise_scale=self.controller.noise_scale)
-        if self.controller.pending is not None:
-            self.switch(self.controller.pending)
+        if target is None:
+            return
+        if target.layout == self.session.live.layout:
+            self.switch(target)
+            return
+        # What needs no old state is prepared in a helper thread; the switch follows some steps later.
+        self.session.live.prepare(target)
+        self._switch_at = self.controller.step + wait
 
     def switch(self, target: Configuration) -> None:
         """Switches and books what it cost; a switch that failed leaves the run where it was."""
@@ -176,15 +193,33 @@ class Conductor:
         self.controller.applied(target, seconds)
         self._booked += seconds
         self._since_measured, self._probe_costs = 0, []
-        self._event(
-            "switch",
+        if report.layout_changed:
+            self._prepare_seconds = sum(report.seconds.get(phase, 0.0) for phase in OVERLAPPED)
+        event: dict[str, Any] = {
             **_from_to(before, target),
-            layout_changed=report.layout_changed,
-            seconds=report.seconds,
-            total_seconds=report.total_seconds,
-            bytes_moved=report.bytes_moved,
-            bytes_lower_bound=report.bytes_lower_bound,
-        )
+            "layout_changed": report.layout_changed,
+            "seconds": dict(report.seconds),
+            "total_seconds": report.total_seconds,
+            "overlapped": report.overlapped,
+            "bytes_moved": report.bytes_moved,
+            "bytes_lower_bound": report.bytes_lower_bound,
+            "host_peak_bytes": report.host_peak_bytes,
+            "state_bytes": report.state_bytes,
+            "step": self.controller.step,
+            "tokens": self.controller.tokens,
+        }
+        if report.layout_changed:
+            self._unfinished = event  # until the first step's time is known
+        elif self.recorder is not None:
+            self.recorder.event("switch", **event)
+
+    def _finish_switch_event(self, first_step_seconds: float | None) -> None:
+        event, self._unfinished = self._unfinished, None
+        if event is None or self.recorder is None:
+            return
+        if first_step_seconds is not None:
+            event["seconds"]["first_step"] = first_step_seconds
+        self.recorder.event("switch", **event)
 
     def _event(self, kind: str, **fields: Any) -> None:
         if self.recorder is not None:
@@ -196,6 +231,7 @@ class Conductor:
 
     def summary(self) -> Row:
         """The run so far in a few numbers."""
+        self._finish_switch_event(None)
         return self.controller.summary()
 
 

@@ -59,7 +59,7 @@ class Live:
             tensor = by_name[name]
             whole_here = tensor.shard_dim is not None or at.tensor == 0
             if name in split_ends:
-                parameter.copus_tied = True
+                parameter.copus_tied = True  # type: ignore[attr-defined]
                 if whole_here:
                     tied_parameter = parameter
                     bounds = tensor.shard_dim is not None

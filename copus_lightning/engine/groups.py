@@ -2,9 +2,8 @@
 
 Making a group is a collective call on every rank of the world, so groups are made in one fixed order: axis by
 axis, and within an axis in order of their first rank. Groups with the same members are shared between axes and
-between layouts. A group of all ranks is a group of its own, never the WORLD group: WORLD carries what ranks agree on and
-lives as long as the process, while a layout's groups can be torn down at any moment to free ranks that wait for
-a rank that failed.
+between layouts. A group of all ranks is a group of its own, never the WORLD group: WORLD lives as long as the
+process, while a layout's groups can be torn down at any moment to free ranks that wait for one that failed.
 """
 
 from __future__ import annotations

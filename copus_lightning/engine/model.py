@@ -76,7 +76,7 @@ class ModelDescription:
         ValueError: The model has no pipeline plan, or a part that no rule covers.
     """
 
-    def __init__(self, model: nn.Module, seed: int = 0) -> None:
+    def __init__(self, model: Any, seed: int = 0) -> None:
         config: Any = getattr(model, "config", None)
         plan = getattr(config, "base_model_pp_plan", None)
         if config is None or not plan:
@@ -85,8 +85,8 @@ class ModelDescription:
                 "decoders that publish one can be trained with CopusStrategy"
             )
         self.config, self.seed = config, seed
-        self.skeleton = model
-        self.base_name: str = model.base_model_prefix  # type: ignore[assignment]
+        self.skeleton: Any = model
+        self.base_name: str = model.base_model_prefix
         base = getattr(model, self.base_name)
         self.layers_name = next(n for n in plan if isinstance(getattr(base, n, None), nn.ModuleList))
         order = list(plan)
@@ -142,7 +142,7 @@ class ModelDescription:
                 tied[name] = first[id(parameter)]
         return tied
 
-    def _styles(self, model: nn.Module) -> dict[str, str]:
+    def _styles(self, model: Any) -> dict[str, str]:
         """Module name to the way its matrix is cut; modules that are not named are replicated."""
         rules = {f"{self.base_name}.{k}": v for k, v in (self.config.base_model_tp_plan or {}).items()}
         embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
@@ -232,7 +232,7 @@ class ModelDescription:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
-            self.skeleton._init_weights(module)  # type: ignore[operator]
+            self.skeleton._init_weights(module)
         return getattr(module, leaf).detach()
 
     def forget_weights(self) -> None:

@@ -186,8 +186,7 @@ class StageEngine(PipelineEngine):
 
         No collective call.
         """
-        own = self.grid.dp_proc_group
-        grid = Grid(groups.layout, groups, own)
+        grid = Grid(groups.layout, groups, groups.own)
         self.groups = groups
         self.grid = self.mpu = self.module._grid = grid
         self.module._topo = grid.topology()
@@ -213,7 +212,9 @@ class StageEngine(PipelineEngine):
         reset_globals()
         # Outputs carry backward hooks that refer to this engine, a cycle through C++ that no collector sees.
         self.loss = self.total_loss = self.outputs = self.grad_layer = self.data_iterator = None
-        self.pipe_buffers, self.fwd_outputs, self._step_batches = {}, [], []
+        self.pipe_buffers: dict[str, list[Any]] = {}
+        self.fwd_outputs: list[Any] = []
+        self._step_batches = []
         self.groups = None
         self.destroy()
 
@@ -295,7 +296,7 @@ class StageEngine(PipelineEngine):
         self.pipe_buffers["inputs"][buffer_id] = None
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        self.grad_layer = self._receive(self.next_stage)
+        self.grad_layer: Any = self._receive(self.next_stage)
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
         assert self.groups is not None

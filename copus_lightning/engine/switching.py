@@ -151,7 +151,6 @@ class Switch:
             SwitchFailed: Some rank failed; all are in the old layout again.
             RankLost: Some rank is gone.
         """
-        engine = self.engine
         try:
             self._phase("drain", self._drain)
             self.report.seconds |= self.preparation.seconds

@@ -146,7 +146,7 @@ class Exchange:
 
     def _fitting(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
         """A matrix in parts of at most half a buffer: blocks of rows, or parts of a row that is longer."""
-        rows, columns = view.shape
+        columns = view.shape[1]
         if columns > self.half:
             for row in view.split(1):
                 yield from row.split(self.half, dim=1)

@@ -58,7 +58,7 @@ class Processes:
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.planned_world_size)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def connect_processes(self) -> None:
         """Joins the WORLD group, which lives as long as the process."""
