@@ -38,8 +38,9 @@ __all__ = ["Candidate", "Copus", "CriticalBatch", "Decision", "Observation", "Po
 class Copus(Policy):
     """Goes to the configuration of the best predicted Goodput (COPUS, arXiv 2604.26687).
 
-    Candidates are the profile's feasible configurations at `global_batch_sizes`; per layout and batch, the
-    micro-batch with the best throughput. A change of batch or micro-batch alone rebuilds nothing, so it is
+    Candidates are the profile's feasible configurations at `global_batch_sizes` with two micro-batches per step
+    or more (the noise scale cannot be measured with one); per layout and batch, the micro-batch with the best
+    throughput. A change of batch or micro-batch alone rebuilds nothing, so it is
     made for any gain of at least `batch_threshold`. A layout change to Goodput `J1` must pass two tests:
 
         J1 >= (1 + threshold) * J0        the paper's hysteresis
@@ -153,6 +154,8 @@ class Copus(Policy):
 
         best: dict[tuple[Layout, int], Candidate] = {}
         for configuration in self.profile.configurations(self.global_batch_sizes):
+            if configuration.layout.data * configuration.accumulation < 2:
+                continue  # one micro-batch per step: the noise scale could not be measured there
             candidate = self.candidate(configuration, noise_scale)
             place = configuration.layout, configuration.global_batch_size
             if place not in best or candidate.throughput > best[place].throughput:

@@ -296,7 +296,7 @@ class StageEngine(PipelineEngine):
         self.pipe_buffers["inputs"][buffer_id] = None
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
-        self.grad_layer: Any = self._receive(self.next_stage)
+        self.grad_layer = self._receive(self.next_stage)  # type: ignore[assignment]
 
     def _send(self, tensor: torch.Tensor, stage: int) -> None:
         assert self.groups is not None

@@ -403,3 +403,12 @@ def test_deciding_changes_nothing() -> None:
     first = policy.decide(observation)
     assert policy.decide(dataclasses.replace(observation)) == first
     assert json.dumps(policy.state_dict()) == before
+
+
+def test_copus_avoids_steps_of_one_micro_batch() -> None:
+    """With one micro-batch per step the noise scale could not be measured any more, however fast it is."""
+    profile = profile_of({(PP, 1): (0.1, 0.1), (PP, 8): (0.0, 0.2)})
+    policy = Copus(profile, [8, 16])
+    decision = policy.decide(observe(Configuration(PP, 8, 1), noise_scale=10.0))
+    assert Configuration(PP, 8, 8) not in [c.configuration for c in decision.candidates]
+    assert decision.configuration == Configuration(PP, 16, 8)
