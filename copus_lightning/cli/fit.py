@@ -1,0 +1,170 @@
+"""`copus fit`: profiles if there is no profile, trains, and leaves a run directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+from copus_lightning.callbacks import CopusCallback
+from copus_lightning.cli.building import build_datasets, build_loggers
+from copus_lightning.cli.launch import Place, is_first_rank, launched, leave, make_fabric, set_threads
+from copus_lightning.cli.measuring import describe_hardware, describe_model, layouts_to_measure, measure
+from copus_lightning.cli.training import Training
+from copus_lightning.config import Config, ConfigError, load, render
+from copus_lightning.core.layout import Configuration, enumerate_layouts
+from copus_lightning.core.profile import Profile
+from copus_lightning.data import TokenDataset, check_vocabulary
+
+RECORDS = ("config.yaml", "metrics.csv", "events.jsonl", "summary.json", "*.png")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What was checked: nothing is left to refuse but what only measuring can tell.
+
+    Args:
+        config: The run.
+        place: Its ranks.
+        datasets: For training and validation.
+        profile: On the first rank, if there is one.
+    """
+
+    config: Config
+    place: Place
+    datasets: tuple[TokenDataset, TokenDataset]
+    profile: Profile | None
+
+
+def prepare(arguments: Namespace) -> Ready:
+    """Reads and checks configuration, data, model, and the profile if there is one.
+
+    Raises:
+        ValueError: One line that names the key and the fix.
+    """
+    config = load(arguments.config, arguments.overrides)
+    place = Place.of(config.run)
+    config.check_world_size(place.world_size)
+    if importlib.util.find_spec("copus_lightning.engine.checkpoint") is None:
+        for key in ("resume", "checkpoint_every_tokens"):
+            if getattr(config.run, key) is not None:
+                raise ConfigError(f"run.{key}: checkpoints are not part of this version: set run.{key}=null")
+    set_threads(place)
+    datasets = build_datasets(config.data)
+    fingerprint = describe_model(config, place)
+    profile = None
+    if is_first_rank():
+        check_vocabulary(datasets[0], config.model.vocab_size)
+        if config.profile_path.exists():
+            profile = Profile.load(config.profile_path)
+            profile.check(fingerprint, describe_hardware(place), place.world_size)
+        if profile is not None or config.copus.policy != "copus":
+            start(config, place, profile)
+        try:
+            Path(config.run.run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.run_dir: {config.run.run_dir} cannot be made ({error.strerror})"
+            ) from None
+    return Ready(config, place, datasets, profile)
+
+
+def run(ready: Ready) -> int:
+    """Launches the ranks, profiles if need be, and trains."""
+    config, place = ready.config, ready.place
+    # Only a launch: the layout that takes least memory per rank serves every case.
+    layout = layouts_to_measure(config, place.world_size)[0]
+    fabric = make_fabric(config, place, Configuration(layout, layout.data, 1))
+    with launched(fabric):
+        started = time.perf_counter()
+        profile: Profile | None = fabric.broadcast(ready.profile)  # the first rank's word
+        if profile is None and config.copus.policy == "copus":
+            profile = measure(config, place, fabric)
+            if fabric.is_global_zero:
+                profile.save(config.profile_path)
+                print(profile.table())
+        profiling_seconds = time.perf_counter() - started
+        try:
+            configuration, copus = start(config, place, profile)
+        except ValueError as error:  # the same on all ranks: what was measured rules the start out
+            if fabric.is_global_zero:
+                print(f"copus: {' '.join(str(error).split())}", file=sys.stderr)
+            leave()
+            return 2
+        if fabric.is_global_zero:
+            set_aside(Path(config.run.run_dir))
+            (Path(config.run.run_dir) / "config.yaml").write_text(render(config), encoding="utf-8")
+        fabric = make_fabric(config, place, configuration, [copus], build_loggers(config))
+        fabric.launch()  # joins the ranks that are there
+        training = Training(config, fabric, copus, ready.datasets)
+        training.run()
+        if fabric.is_global_zero:
+            training.close(profiling_seconds)
+        fabric.strategy.teardown()
+        leave()
+    return 0
+
+
+def start(config: Config, place: Place, profile: Profile | None) -> tuple[Configuration, CopusCallback]:
+    """Where the run begins, and the callback that moves it from there.
+
+    Raises:
+        ValueError: The profile does not hold what the run needs; one line with the fix.
+    """
+    copus = config.copus
+    configuration = first_configuration(config, place, profile)
+    callback = CopusCallback(
+        profile=profile,
+        global_batch_sizes=copus.global_batch_sizes,
+        policy=copus.policy,
+        objective=copus.objective,
+        critical_batch_coefficient=copus.critical_batch_coefficient,
+        threshold=copus.threshold,
+        batch_threshold=copus.batch_threshold,
+        max_batch_growth=copus.max_batch_growth,
+        decide_every_tokens=copus.decide_every_tokens,
+        cooldown_tokens=copus.cooldown_tokens,
+        dwell_seconds=copus.dwell_seconds,
+        allow_layout=copus.allow_layout,
+        ramp=copus.ramp,
+        noise_half_life_samples=copus.noise_half_life_samples,
+        measure_cost_fraction=copus.measure_cost_fraction,
+        learning_rate_rule=copus.learning_rate_rule,
+        reference_batch_size=config.reference_batch_size,
+        run_dir=config.run.run_dir,
+        log_every_steps=config.run.log_every_steps,
+    )
+    callback.policy.check(configuration)
+    return configuration, callback
+
+
+def first_configuration(config: Config, place: Place, profile: Profile | None) -> Configuration:
+    """As the configuration says; where it leaves the layout open, the first that the profile found to run."""
+    parallel = config.parallel
+    if parallel.layout is None and profile is not None:
+        micro = parallel.micro_batch_size
+        runs = [
+            c for c in profile.configurations([parallel.global_batch_size]) if c.micro_batch_size == micro
+        ]
+        for layout in enumerate_layouts(place.world_size, config.model.shape()):
+            for configuration in runs:
+                if configuration.layout == layout:
+                    return configuration
+    return config.first_configuration(place.world_size)
+
+
+def set_aside(run_dir: Path) -> None:
+    """Moves the records of an earlier run in the same folder into `earlier-1`, `earlier-2`, ..."""
+    found = [path for pattern in RECORDS for path in run_dir.glob(pattern)]
+    if not found:
+        return
+    number = 1
+    while (run_dir / f"earlier-{number}").exists():
+        number += 1
+    target = run_dir / f"earlier-{number}"
+    target.mkdir()
+    for path in found:
+        path.rename(target / path.name)
