@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -284,9 +284,15 @@ class Assembler:
 
     def lower_bound_bytes(self, source: Layout, target: Layout, with_state: bool) -> int:
         """Bytes that this rank needs under ``target`` and does not hold under ``source``."""
-        per_element = 4 * (1 + max((len(s.elementwise) for s in self.handle.schemas), default=0))
-        missing = missing_elements(self.state_map, source, target, self.rank)
-        return missing * (per_element if with_state else 4)
+        total = 0
+        for group, schema in enumerate(self.handle.schemas):
+            # Where a group's tensors lie does not depend on the other groups.
+            alone = replace(
+                self.state_map, tensors=tuple(t for t in self.state_map.tensors if t.group == group)
+            )
+            n_states = 1 + (len(schema.elementwise) if with_state else 0)
+            total += 4 * n_states * missing_elements(alone, source, target, self.rank)
+        return total
 
     @staticmethod
     def reset_globals() -> None:
@@ -326,26 +332,27 @@ class Assembler:
     def gather(self, live: Live, key: str) -> dict[str, torch.Tensor]:
         """Whole tensors of one state key or of the gradient, on every rank."""
         gradients = live.optimizer.gradients() if key == "gradient" else {}
-        whole: dict[str, torch.Tensor] = {}
-        for tensor in self.state_map.tensors:
-            whole[tensor.name] = torch.full(tensor.matrix_shape, -torch.inf)
+        # One buffer for all, for one reduction; what no rank has would stay infinite.
+        tensors = self.state_map.tensors
+        flat = torch.full((sum(t.numel for t in tensors),), -torch.inf)
+        parts = flat.split([t.numel for t in tensors])
+        whole = {t.name: part.view(t.matrix_shape) for t, part in zip(tensors, parts, strict=True)}
         tensor_rank = live.layout.coordinates(self.rank).tensor
         for piece in live.pieces:
             tensor = self.state_map.tensors[piece.tensor]
             low, high = tensor.shard_columns(live.layout.tensor, tensor_rank)
             if key == "gradient":
-                flat = gradients[tensor.name].detach().reshape(-1)[piece.flat_start : piece.flat_stop]
+                mine = gradients[tensor.name].detach().reshape(-1)[piece.flat_start : piece.flat_stop]
             else:
-                flat = live.optimizer.storage(piece, tensor.name, key)
+                mine = live.optimizer.storage(piece, tensor.name, key)
             shard = torch.full((tensor.matrix_shape[0] * (high - low),), -torch.inf)
-            shard[piece.flat_start : piece.flat_stop] = flat.cpu()
+            shard[piece.flat_start : piece.flat_stop] = mine.cpu()
             target = whole[tensor.name][:, low:high]
             target.copy_(torch.maximum(target, shard.view(target.shape)))
-        for tensor in self.state_map.tensors:
-            value = whole[tensor.name].to(self.device)
-            dist.all_reduce(value, op=dist.ReduceOp.MAX)
-            whole[tensor.name] = value.cpu().view(tensor.shape)
-        return whole
+        flat = flat.to(self.device)
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        parts = flat.cpu().split([t.numel for t in tensors])
+        return {t.name: part.view(t.shape) for t, part in zip(tensors, parts, strict=True)}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
