@@ -104,7 +104,9 @@ def test_the_processes_die_with_the_test_process() -> None:
     script = (
         "import os, signal\nfrom world import World\n"
         "if __name__ == '__main__':\n"
-        "    world = World(2, preload=())\n    world.run(os.getpid)\n    print(*world.process_ids, flush=True)\n"
+        "    world = World(2, preload=())\n"
+        "    world.run(os.getpid)\n"
+        "    print(*world.process_ids, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     here = Path(__file__).parent

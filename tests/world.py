@@ -1,7 +1,7 @@
 """One long-lived world of gloo processes, for every test that needs several ranks.
 
-Starting processes and importing torch, DeepSpeed and Transformers anew for each test is what makes such suites
-slow; here that happens once per session, and a test hands over a function:
+Starting processes and importing torch, DeepSpeed and Transformers anew for each test is what makes such
+suites slow; here that happens once per session, and a test hands over a function:
 
     def squares(factor):                     # at the top level of the test module
         return factor * dist.get_rank() ** 2
@@ -83,7 +83,7 @@ class World:
         return [process.pid for process in self._processes]
 
     def run(
-        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60.0
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 120.0
     ) -> list[Any]:
         """Calls `function(*args)` on every rank, and returns what it returns, by rank.
 
@@ -218,7 +218,8 @@ def _serve(
 ) -> None:
     _die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process ends the world
-    faulthandler.register(signal.SIGUSR1, file=Path(directory, f"rank{rank}").open("w"), all_threads=False)
+    stacks = Path(directory, f"rank{rank}").open("w")  # noqa: SIM115  (open as long as the process)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     # As under torchrun, for Lightning's and DeepSpeed's sake.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "DS_ACCELERATOR": "cpu"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "world"}
@@ -322,6 +323,9 @@ def _enter(store: Any, name: str, size: int, rank: int) -> None:
 _environment: dict[str, str] = {}
 """On a rank: the environment with which it entered its world."""
 
+_SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
+"""Variables that torch itself sets on first use of something."""
+
 
 def leftovers() -> list[str]:
     """What is alive or changed on this rank that a test should have ended or restored."""
@@ -336,7 +340,7 @@ def leftovers() -> list[str]:
             lines.append("an engine is alive: close() it")
     if (n := len(dist.distributed_c10d._world.pg_map)) > 1:
         lines.append(f"{n - 1} process groups are alive besides the world's")
-    names = _environment.keys() | os.environ.keys()
+    names = (_environment.keys() | os.environ.keys()) - _SET_BY_TORCH
     changed = sorted(name for name in names if _environment.get(name) != os.environ.get(name))
     if changed:
         lines.append(f"environment variables differ: {', '.join(changed)}")
