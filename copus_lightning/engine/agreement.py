@@ -22,11 +22,7 @@ ROLL_CALL_SECONDS = 5.0
 
 
 _numbers = itertools.count()
-
-
-def _next_number() -> int:
-    """Agreements are made in the same order on all ranks: keeps their keys in the store apart."""
-    return next(_numbers)
+"""Keeps the keys of this process's agreements apart in the store."""
 
 
 class Agreement:
@@ -41,8 +37,11 @@ class Agreement:
         self.timeout_seconds = timeout_seconds
         timeout = timedelta(seconds=timeout_seconds)
         self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+        # The largest counts: a rank that was in other worlds before has made other agreements than its peers.
+        number = torch.tensor([next(_numbers)])
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"copus-{_next_number()}", store)
+        self._store = dist.PrefixStore(f"copus-{number.item()}", store)
         self._calls = 0
 
     def agree(self, phase: str, failure: Failure | None) -> list[Failure]:
