@@ -126,6 +126,11 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
 
     # -- processes -------------------------------------------------------------------------------------------
 
+    @property
+    def is_distributed(self) -> bool:
+        """Read by Lightning: without it, ``self.log(…, sync_dist=True)`` would not reduce."""
+        return True
+
     def set_world_ranks(self) -> None:
         """Called by Lightning once it has set devices and cluster environment."""
         self._set_world_ranks()
@@ -142,6 +147,8 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         refuse_unsupported(model)
+        # Samples are chosen by global position; a sampler of Lightning's would shard them a second time.
+        model.trainer._accelerator_connector.use_distributed_sampler = False
         super().connect(model)
 
     @override
