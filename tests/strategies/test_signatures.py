@@ -28,7 +28,8 @@ def overrides(cls: type) -> Iterator[str]:
     base = lightnings_base(cls)
     for name in dir(base):
         owner = next(c for c in cls.__mro__ if name in vars(c))
-        if is_ours(owner) and not (name.startswith("__") and name != "__init__"):
+        dunder = name.startswith("__") and (name != "__init__" or getattr(base, name) is object.__init__)
+        if is_ours(owner) and not dunder:
             yield name
 
 
@@ -75,7 +76,7 @@ def test_overrides_accept_what_lightning_passes(cls: type) -> None:
         elif callable(theirs) and (problem := differences(ours, theirs, name != "__init__")):
             found[name] = problem
     assert not found
-    assert len(names) >= 3, "there is something to compare"
+    assert len(names) >= 2, "there is something to compare"
 
 
 @pytest.mark.parametrize("cls", [CopusStrategy, CopusTrainerStrategy])
