@@ -131,11 +131,19 @@ class Held:
 
 @dataclass
 class Prepared:
-    """A layout of which everything is ready that needs neither the old state nor device memory."""
+    """A layout of which everything is ready that needs no old state; ``live`` once it has its memory."""
 
     groups: LayoutGroups
     engine: StageEngine
-    state_map: StateMap
+    live: Live | None = None
+
+    def close(self) -> None:
+        """Drops what was prepared: its hooks are references that no garbage collector sees."""
+        if self.live is not None:
+            self.live.close()
+            self.live = None
+        else:
+            self.engine.deactivate()
 
 
 class Assembler:
@@ -181,23 +189,37 @@ class Assembler:
         """Everything of a layout that needs no old state and no memory. No collective call."""
         stage = self.description.build_stage(self.state_map, groups, self.rank)
         engine = StageEngine.build(stage, groups.own, lambda *_: torch.zeros(()), self.settings.dtype)
-        return Prepared(groups=groups, engine=engine, state_map=self.state_map)
+        return Prepared(groups=groups, engine=engine)
 
-    def materialise(self, prepared: Prepared) -> Live:
-        """Gives a prepared layout its memory (with undefined contents) and enters it. No collective call."""
-        engine, layout = prepared.engine, prepared.groups.layout
+    def allocate(self, prepared: Prepared, with_state: bool) -> None:
+        """Gives a prepared layout its memory, with undefined contents. No collective call, no global touched.
+
+        Args:
+            prepared: Made by :meth:`prepare`.
+            with_state: Also make the optimizer's moments.
+        """
+        engine = prepared.engine
         _allocate(engine.module, self.device, self.settings.dtype)
         order = {t.name: i for i, t in enumerate(self.state_map.tensors)}
         parameters = engine.module.stage.logical_parameters(self.description.tied)
         parameters = {n: parameters[n] for n in sorted(parameters, key=order.__getitem__)}
         shards = prepared.groups.data if self.settings.zero_stage == 1 else prepared.groups.own
         optimizer = ShardOptimizer(self.handle, parameters, self.settings.zero_stage, shards)
-        engine.activate(prepared.groups, optimizer.engine_optimizer)
         tied = set(self.description.tied.values())
         live = Live(prepared.groups, engine, optimizer, self.state_map, tied, self.rank)
         live.loss_scale = live.loss_scale.to(self.device)
         live.norms.to(self.device)
-        engine.module.loss_fn = self._loss_fn(live, layout)
+        live.storages(with_state)
+        prepared.live = live
+
+    def materialise(self, prepared: Prepared, with_state: bool = False) -> Live:
+        """Enters a prepared layout, with memory of undefined contents. No collective call."""
+        if prepared.live is None:
+            self.allocate(prepared, with_state)
+        live = prepared.live
+        assert live is not None
+        live.engine.activate(live.groups, live.optimizer.engine_optimizer)
+        live.engine.module.loss_fn = self._loss_fn(live, live.layout)
         return live
 
     def _loss_fn(self, live: Live, layout: Layout) -> Callable[..., torch.Tensor]:
@@ -255,7 +277,7 @@ class Assembler:
 
     def restore(self, groups: LayoutGroups, held: Held) -> Live:
         """The held layout again, from this rank's own pieces. Communicates only to gather low-precision weights."""
-        live = self.materialise(self.prepare(groups))
+        live = self.materialise(self.prepare(groups), bool(held.scalars))
         for target, source in zip(
             live.storages(bool(held.scalars)).by_piece, held.storages.by_piece, strict=True
         ):

@@ -180,7 +180,7 @@ class Engine:
         self.live: Live | None = self.assembler.first(self.groups.get(configuration.layout))
         self._stepped: _Stepped | None = None
         self._preparation: Preparation | None = None
-        self._n_preparations = 0
+        self._n_preparations = self._n_updates = 0
 
     def check(self, configuration: Configuration) -> None:
         """Refuses a configuration that this model and world cannot be in.
@@ -199,6 +199,11 @@ class Engine:
     def coordinates(self) -> Coordinates:
         """This rank's place in it."""
         return self.layout.coordinates(self.rank)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether there is a gradient that no optimizer step has used yet."""
+        return self._stepped is not None
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -336,7 +341,9 @@ class Engine:
         if self.live is not None:
             self.live.close()
             self.live = None
-        self._preparation = None
+        if self._preparation is not None:
+            self._preparation.drop()
+            self._preparation = None
         self.assembler.reset_globals()
         self.groups.close()
         gc.collect()
@@ -361,6 +368,7 @@ class Engine:
         if applied:
             self._alive.optimizer.scale_gradients(clip * gradient_scale)
             self._alive.optimizer.step(learning_rate_factor)
+            self._n_updates += 1
         else:
             norms = None
             self._alive.optimizer.zero_grad()
@@ -422,7 +430,7 @@ class Engine:
 
     def _prepare(self, configuration: Configuration, in_thread: bool) -> Preparation:
         if self._preparation is not None:
-            self._preparation.wait()
+            self._preparation.drop()
         self._n_preparations += 1
         return Preparation(self, configuration, self._n_preparations, in_thread)
 
@@ -448,7 +456,7 @@ class Engine:
             usable = preparation is not None and preparation.source_layout == self.layout
             if preparation is None or not usable or preparation.target.layout != configuration.layout:
                 if preparation is not None:
-                    preparation.wait()
+                    preparation.drop()
                 preparation = self._prepare(configuration, in_thread=False)
             report.overlapped = preparation.overlapped
             started = time.perf_counter()
@@ -459,6 +467,11 @@ class Engine:
             self.groups.release([configuration.layout])
         self.configuration = configuration
         return report
+
+    @property
+    def has_state(self) -> bool:
+        """Whether an optimizer step was made, so that there are moments."""
+        return self._n_updates > 0
 
     def has_room(self) -> bool:
         """Whether the device can hold this rank's state twice for the time of a switch."""
@@ -478,8 +491,6 @@ class Engine:
 
     def close(self) -> None:
         """Ends the live layout and every group that the engine made."""
-        if self._preparation is not None:
-            self._preparation.wait()
         self.take_down()
         self.agreement.close()
 

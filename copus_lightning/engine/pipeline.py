@@ -208,8 +208,9 @@ class StageEngine(PipelineEngine):
         set_autotp_mode(training=True)
 
     def deactivate(self) -> None:
-        """Leaves the layout: frees what DeepSpeed's globals hold of this engine."""
-        reset_globals()
+        """Leaves the layout: frees what DeepSpeed's globals hold of this engine, if it is the active one."""
+        if deepspeed_groups.mpu is self.grid:
+            reset_globals()
         # Outputs carry backward hooks that refer to this engine, a cycle through C++ that no collector sees.
         self.loss = self.total_loss = self.outputs = self.grad_layer = self.data_iterator = None
         self.pipe_buffers: dict[str, list[Any]] = {}

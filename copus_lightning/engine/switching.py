@@ -3,7 +3,8 @@
 | phase      | what happens                                             | needs the old state | communicates |
 |------------|----------------------------------------------------------|---------------------|--------------|
 | `groups`   | process groups of the new layout                         | no                  | store only   |
-| `prepare`  | exchange plan, module skeleton, DeepSpeed's set-up       | no                  | no           |
+| `prepare`  | exchange plan, module skeleton, DeepSpeed's set-up; on   | no                  | no           |
+|            | the CPU also the new layout's memory                     |                     |              |
 | `drain`    | the preparation and work on the device come to an end    | no                  | no           |
 | `stage`    | this rank's pieces are held, step counts agreed on       | yes                 | yes          |
 | `free`     | the old layout is taken down                             | yes                 | no           |
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OVERLAPPED = ("groups", "prepare")
+DROP_SECONDS = 10.0
 PHASES = (*OVERLAPPED, "drain", "stage", "free", "build", "exchange", "load")
 
 
@@ -53,6 +55,7 @@ class SwitchReport:
         total_seconds: Of the pause, on this rank.
         overlapped: ``groups`` and ``prepare`` are not part of the pause.
         bytes_moved: Bytes of state that crossed from rank to rank, over all ranks.
+        bytes_received: Of them, those that this rank received.
         bytes_lower_bound: What ranks need and did not hold, over all ranks.
         host_peak_bytes: Most host memory that this rank took on top of what it had before.
         state_bytes: This rank's pieces before and after, and one buffer: what ``host_peak_bytes`` may reach.
@@ -65,6 +68,7 @@ class SwitchReport:
     total_seconds: float = 0.0
     overlapped: bool = False
     bytes_moved: int = 0
+    bytes_received: int = 0
     bytes_lower_bound: int = 0
     host_peak_bytes: int = 0
     state_bytes: int = 0
@@ -110,6 +114,14 @@ class Preparation:
         if self.prepared is None and self.failure is None:
             self.failure = Failure(-1, "error", "the helper thread that prepares the layout was killed")
 
+    def drop(self) -> None:
+        """Frees what was prepared, if it is not the live layout by now."""
+        if self._thread is not None:
+            self._thread.join(DROP_SECONDS)  # it may wait for a rank that is gone
+        if self.prepared is not None:
+            self.prepared.close()
+            self.prepared = None
+
     def _run(self, engine: Engine) -> None:
         try:
             started = time.perf_counter()
@@ -120,7 +132,10 @@ class Preparation:
             started = time.perf_counter()
             engine.fault("prepare")
             self.plan = engine.assembler.plan(self.source_layout, self.target.layout)
-            self.prepared = engine.assembler.prepare(groups)
+            prepared = engine.assembler.prepare(groups)
+            if engine.device.type == "cpu":  # where memory is not short; elsewhere two layouts must not meet
+                engine.assembler.allocate(prepared, engine.has_state)
+            self.prepared = prepared
             self.seconds["prepare"] = time.perf_counter() - started
         except BaseException as error:  # whatever ends the thread is agreed on by all ranks
             self.failure = describe(error, engine.rank)
@@ -193,7 +208,7 @@ class Switch:
         if self._new is not None:
             self._new.close()
             self._new = None
-        self.preparation.prepared = None
+        self.preparation.drop()
         engine.take_down()
 
     # -- phases ------------------------------------------------------------------------------------------------
@@ -222,7 +237,10 @@ class Switch:
 
     def _build(self) -> None:
         assert self.preparation.prepared is not None
-        self._new = self.engine.assembler.materialise(self.preparation.prepared)
+        assert self._held is not None
+        prepared, with_state = self.preparation.prepared, bool(self._held.scalars)
+        self._new = self.engine.assembler.materialise(prepared, with_state)
+        self.preparation.prepared = None  # it is live now
 
     def _exchange(self) -> int:
         assert self._held is not None and self._new is not None and self.preparation.plan is not None
@@ -230,6 +248,7 @@ class Switch:
         exchange.tamper = self.engine.tamper
         exchange.run()
         self.report.state_bytes = exchange.state_bytes
+        self.report.bytes_received = exchange.bytes_received
         return exchange.bytes_received
 
     def _load(self, moved: int) -> None:
@@ -248,6 +267,7 @@ class Switch:
         engine = self.engine
         first = causes(failed.failures)[0]
         reason = f"rank {first.rank} failed in phase '{failed.phase}' of the switch to {self.target}: {first.reason}"
+        self.preparation.drop()
         if failed.phase != "drain":  # somebody has let go of the groups: all rebuild the old layout
             self._let_go()
             assert self._held is not None

@@ -17,6 +17,8 @@ from torch.distributed import ProcessGroup
 from copus_lightning.engine.exchange import ExchangePlan, Move, View
 
 DEFAULT_BUFFER_BYTES = 64 * 2**20
+LARGE = 64 * 2**10
+"""Elements from which on a piece travels as a message of its own."""
 
 
 class Storages(NamedTuple):
@@ -77,6 +79,8 @@ class Exchange:
         self.half = max(buffer_bytes // 8, 2) // 2 * 2  # fp32 elements in half a buffer, an even number
         self.bytes_sent = self.bytes_received = 0
         self.tamper: Callable[[torch.Tensor], None] | None = None
+        self._outgoing: torch.Tensor | None = None
+        self._incoming: torch.Tensor | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -90,44 +94,56 @@ class Exchange:
         """Moves everything. Collective over the ranks that have something to exchange with one another.
 
         Raises:
-            RuntimeError: A buffer arrived with another checksum than it was sent with.
+            RuntimeError: What arrived has another checksum than what was sent.
         """
         for move in self.plan.keeps:
             for key in self.keys[move.tensor]:
                 self.target.view(move.target, move.shape, key).copy_(
                     self.source.view(move.source, move.shape, key)
                 )
-        outgoing = incoming = torch.empty(0, device=self.device)
         for peer in rounds(dist.get_world_size(), self.plan.rank):
-            sends = list(self._chunks(self.plan.sends.get(peer, []), self.source, "source"))
-            receives = list(self._chunks(self.plan.receives.get(peer, []), self.target, "target"))
-            # Behind the payload: one element so that its number is even, and a checksum of 8 bytes.
-            if sends and not outgoing.numel():
-                outgoing = torch.empty(self.half + 4, device=self.device)
-            if receives and not incoming.numel():
-                incoming = torch.empty(self.half + 4, device=self.device)
-            for index in range(max(len(sends), len(receives))):
-                operations = []
-                if index < len(sends):
-                    payload = self._pack(sends[index], outgoing)
-                    packed = outgoing[: _padded(payload) + 2]
-                    packed[payload:-2].zero_()
-                    packed[-2:].view(torch.int64)[0] = _checksum(packed[:-2])
-                    if self.tamper is not None:
-                        self.tamper(packed)
-                    operations.append(dist.P2POp(dist.isend, packed, peer, self.group))
-                    self.bytes_sent += payload * 4
-                if index < len(receives):
-                    size = sum(view.numel() for view in receives[index])
-                    arriving = incoming[: _padded(size) + 2]
-                    operations.append(dist.P2POp(dist.irecv, arriving, peer, self.group))
-                    self.bytes_received += size * 4
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
-                if index < len(receives):
-                    if not torch.equal(arriving[-2:].view(torch.int64)[0], _checksum(arriving[:-2])):
-                        raise RuntimeError(f"a piece of state from rank {peer} arrived corrupted (checksum)")
-                    self._unpack(receives[index], incoming)
+            self._with_peer(peer)
+
+    def _with_peer(self, peer: int) -> None:
+        sends = list(self._chunks(self.plan.sends.get(peer, []), self.source, "source"))
+        receives = list(self._chunks(self.plan.receives.get(peer, []), self.target, "target"))
+        sent: list[torch.Tensor] = []
+        arrived: list[torch.Tensor] = []
+        for index in range(max(len(sends), len(receives))):
+            operations = []
+            if index < len(sends):
+                payload = self._pack(sends[index])
+                sent.append(_checksum(payload))
+                if self.tamper is not None:
+                    payload = payload.clone()
+                    self.tamper(payload)
+                operations.append(dist.P2POp(dist.isend, payload, peer, self.group))
+                self.bytes_sent += payload.numel() * 4
+            if index < len(receives):
+                incoming = self._landing(receives[index])
+                operations.append(dist.P2POp(dist.irecv, incoming, peer, self.group))
+                self.bytes_received += incoming.numel() * 4
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            if index < len(receives):
+                arrived.append(_checksum(incoming))
+                self._unpack(receives[index], incoming)
+        self._compare(peer, sent, arrived)
+
+    def _compare(self, peer: int, sent: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
+        """Exchanges the checksums of all messages."""
+        operations = []
+        if sent:
+            operations.append(dist.P2POp(dist.isend, torch.stack(sent), peer, self.group))
+        if arrived:
+            mine = torch.stack(arrived)
+            theirs = torch.empty_like(mine)
+            operations.append(dist.P2POp(dist.irecv, theirs, peer, self.group))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        if arrived and not torch.equal(mine, theirs):
+            raise RuntimeError(f"a piece of state from rank {peer} arrived corrupted (checksum)")
 
     def _chunks(self, moves: Sequence[Move], storages: Storages, side: str) -> Iterator[list[torch.Tensor]]:
         """Views in sending order, cut so that each chunk fits into half a buffer. Equal on both ends."""
@@ -136,6 +152,9 @@ class Exchange:
         for move in moves:
             for key in self.keys[move.tensor]:
                 for part in self._fitting(storages.view(getattr(move, side), move.shape, key)):
+                    if part.numel() >= LARGE:  # alone, so that it needs no packing where it is contiguous
+                        yield [part]
+                        continue
                     if part.numel() > room:
                         yield chunk
                         chunk, room = [], self.half
@@ -153,26 +172,40 @@ class Exchange:
         else:
             yield from view.split(max(self.half // columns, 1))
 
-    @staticmethod
-    def _pack(views: list[torch.Tensor], buffer: torch.Tensor) -> int:
+    def _pack(self, views: list[torch.Tensor]) -> torch.Tensor:
+        """The views in one flat tensor: the storage itself where it is one contiguous piece on the right device."""
+        if len(views) == 1 and views[0].is_contiguous() and views[0].device == self.device:
+            return views[0].view(-1)
+        if self._outgoing is None:
+            self._outgoing = torch.empty(self.half, device=self.device)
         at = 0
         for view in views:
-            buffer[at : at + view.numel()].view(view.shape).copy_(view)
+            self._outgoing[at : at + view.numel()].view(view.shape).copy_(view)
             at += view.numel()
-        return at
+        return self._outgoing[:at]
+
+    def _landing(self, views: list[torch.Tensor]) -> torch.Tensor:
+        """Where a message arrives: in its place where that is one contiguous piece, else in the buffer."""
+        if len(views) == 1 and views[0].is_contiguous() and views[0].device == self.device:
+            return views[0].view(-1)
+        if self._incoming is None:
+            self._incoming = torch.empty(self.half, device=self.device)
+        return self._incoming[: sum(view.numel() for view in views)]
 
     @staticmethod
-    def _unpack(views: list[torch.Tensor], buffer: torch.Tensor) -> None:
+    def _unpack(views: list[torch.Tensor], message: torch.Tensor) -> None:
+        if len(views) == 1 and views[0].data_ptr() == message.data_ptr():
+            return
         at = 0
         for view in views:
-            view.copy_(buffer[at : at + view.numel()].view(view.shape))
+            view.copy_(message[at : at + view.numel()].view(view.shape))
             at += view.numel()
 
 
-def _padded(numel: int) -> int:
-    return numel + numel % 2
-
-
-def _checksum(buffer: torch.Tensor) -> torch.Tensor:
-    """Sum of the bits as 64-bit integers, wrapping around, 0-d."""
-    return buffer.view(torch.int64).sum()
+def _checksum(message: torch.Tensor) -> torch.Tensor:
+    """Sum of the bits, two elements at a time as 64-bit integers, wrapping around; 0-d int64."""
+    if message.data_ptr() % 8:
+        message = message.clone()  # both ends must pair the elements alike
+    even = message.numel() - message.numel() % 2
+    rest = message[even:].view(torch.int32).sum(dtype=torch.int64)
+    return message[:even].view(torch.int64).sum() + rest
