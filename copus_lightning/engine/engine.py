@@ -180,7 +180,8 @@ class Engine:
         self.live: Live | None = self.assembler.first(self.groups.get(configuration.layout))
         self._stepped: _Stepped | None = None
         self._preparation: Preparation | None = None
-        self._n_preparations = self._n_updates = 0
+        self._n_preparations = 0
+        self._has_state = False
 
     def check(self, configuration: Configuration) -> None:
         """Refuses a configuration that this model and world cannot be in.
@@ -368,7 +369,7 @@ class Engine:
         if applied:
             self._alive.optimizer.scale_gradients(clip * gradient_scale)
             self._alive.optimizer.step(learning_rate_factor)
-            self._n_updates += 1
+            self._has_state = True
         else:
             norms = None
             self._alive.optimizer.zero_grad()
@@ -471,7 +472,18 @@ class Engine:
     @property
     def has_state(self) -> bool:
         """Whether an optimizer step was made, so that there are moments."""
-        return self._n_updates > 0
+        return self._has_state
+
+    def replaced_state(self, has_state: bool) -> None:
+        """To be called on all ranks once masters and moments were overwritten, as by a checkpoint.
+
+        Args:
+            has_state: Whether there are moments now.
+        """
+        if self._preparation is not None and not has_state:  # it may have made room for moments
+            self._preparation.drop()
+            self._preparation = None
+        self._has_state = has_state
 
     def has_room(self) -> bool:
         """Whether the device can hold this rank's state twice for the time of a switch."""
