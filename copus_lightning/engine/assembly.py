@@ -80,21 +80,25 @@ class Live:
         """This rank's share of the squared norm of the reduced gradient, 0-d fp64.
 
         Data ranks share the work: with ZeRO-1 each counts its own partition, with ZeRO-0 every n-th parameter.
+        A replica that another rank counts adds 0 times its norm, which is NaN if it is not finite: a fault of
+        one rank alone must not slip into its copy.
         """
         gradients = self.optimizer.gradients()
         data_rank = self.layout.coordinates(self.rank).data
-        parts = []
+        counted, others = [], []
         for piece in self.pieces:
             name = self.name(piece)
-            if name not in self._counted or name not in gradients:
+            if name not in gradients:
                 continue
-            if self.state_map.zero_stage == 0 and piece.tensor % self.layout.data != data_rank:
-                continue
-            parts.append(gradients[name].reshape(-1)[piece.flat_start : piece.flat_stop])
-        device = self.loss_scale.device
-        if not parts:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack(torch._foreach_norm(parts)).double().square().sum()
+            part = gradients[name].reshape(-1)[piece.flat_start : piece.flat_stop]
+            if name not in self._counted:
+                others.append(part)
+            elif self.state_map.zero_stage == 1 or piece.tensor % self.layout.data == data_rank:
+                counted.append(part)
+        if not counted and not others:
+            return torch.zeros((), dtype=torch.float64, device=self.loss_scale.device)
+        norms = torch.stack(torch._foreach_norm(counted + others)).double()
+        return norms[: len(counted)].square().sum() + 0.0 * norms[len(counted) :].sum()
 
     def storages(self, with_state: bool) -> Storages:
         """Flat fp32 storage of every piece: the master, and the optimizer's moments if there are any."""
@@ -169,7 +173,6 @@ class Assembler:
             )
         self.handle = OptimizerHandle(optimizer, names, trainable)
         self.description = ModelDescription(model, seed)
-        self._release_originals(optimizer)
         self.settings, self.device = settings, device
         self.rank = dist.get_rank()
         self.state_map = self.description.state_map(settings.zero_stage, self.handle.groups)
@@ -234,7 +237,9 @@ class Assembler:
         return loss_fn
 
     def first(self, groups: LayoutGroups) -> Live:
-        """The first layout, with the model's initial weights."""
+        """The first layout, with the model's initial weights. The model and the optimizer give theirs away."""
+        self.description.take_weights()
+        self._release_originals(self.handle.optimizer)
         self._agree_on_weights()
         live = self.materialise(self.prepare(groups))
         storages = live.storages(with_state=False)

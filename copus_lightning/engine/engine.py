@@ -166,10 +166,11 @@ class Engine:
 
         self.settings, self.device = settings, device
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.groups = GroupCache(keep=settings.cache_groups)
-        self.agreement = Agreement(settings.timeout_seconds)
         self.assembler = Assembler(model, optimizer, settings, device, seed)
         self.check(configuration)
+        # Nothing was changed so far; from here on nothing is refused.
+        self.groups = GroupCache(keep=settings.cache_groups)
+        self.agreement = Agreement(settings.timeout_seconds)
         self.configuration = configuration
         self.automatic_micro_batch = automatic_micro_batch
         self.measure_next = False

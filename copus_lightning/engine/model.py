@@ -61,8 +61,8 @@ class Stage(nn.Module):
 class ModelDescription:
     """A causal language model of Hugging Face, independent of any layout.
 
-    The given model becomes the skeleton: its parameters move to ``meta`` and its initial weights are handed
-    out once, by :meth:`initial_weight`, so that no rank keeps the whole model.
+    With :meth:`take_weights` the model becomes the skeleton: its parameters move to ``meta`` and its initial
+    weights are handed out once, by :meth:`initial_weight`, so that no rank keeps the whole model.
 
     Args:
         model: A ``PreTrainedModel`` with a language-model head, with real weights or built on ``meta``.
@@ -100,7 +100,6 @@ class ModelDescription:
         self.styles = self._styles(model)
         self.tensors = self._tensors(model)
         self._weights: dict[str, torch.Tensor] = {}
-        self._to_skeleton(model)
 
     @property
     def shape(self) -> ModelShape:
@@ -191,10 +190,14 @@ class ModelDescription:
 
     # -- weights -----------------------------------------------------------------------------------------------
 
-    def _to_skeleton(self, model: nn.Module) -> None:
-        self._dtype = next(model.parameters()).dtype
+    def take_weights(self) -> None:
+        """Moves the model's parameters to ``meta``, and keeps their values until they are handed out.
+
+        A step of its own, so that a model that turns out not to fit its layout is left as it was.
+        """
+        self._dtype = next(self.skeleton.parameters()).dtype
         replaced: dict[int, nn.Parameter] = {}
-        for module_name, module in model.named_modules():
+        for module_name, module in self.skeleton.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) not in replaced:
                     name = f"{module_name}.{leaf}" if module_name else leaf
