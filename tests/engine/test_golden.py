@@ -49,11 +49,11 @@ def golden(model: Tiny, kind: str, zero_stage: int, dtype: torch.dtype, layouts:
             for configuration, rate in zip(configurations, (0.0, 1.0), strict=True):
                 engine.switch(configuration)
                 sgd.param_groups[0]["lr"] = rate
-                before = engine.gather()
+                before = tiny.gathered(engine)
                 loss = engine.step(tiny.share(engine, tiny.repeated(batch, configuration))).item()
-                gradients = engine.gather("gradient")
+                gradients = tiny.gathered(engine, "gradient")
                 outcome = engine.update()
-                after = engine.gather()
+                after = tiny.gathered(engine)
                 step = rate * outcome.clip_coefficient
                 found.append(
                     Found(
@@ -114,7 +114,7 @@ def all_masked(
         ) as engine:
             engine.measure_next = True
             loss = engine.step(tiny.share(engine, tiny.make_batch("masked"))).item()
-            gradients = engine.gather("gradient")
+            gradients = tiny.gathered(engine, "gradient")
             outcome = engine.update()
             assert outcome.norms is not None and outcome.norms.n_micro_batches == outcome.n_target_tokens == 0
             assert outcome.norms.weighted_micro_sq_norm_sum == outcome.norms.mean_sq_norm == 0

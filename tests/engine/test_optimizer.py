@@ -181,7 +181,7 @@ def switched(kinds: list[str], zero_stage: int) -> list[float]:
                 engine.step(tiny.share(engine, batch))
                 engine.update(learning_rate_factor=_factor(index))
                 between(index)
-            weights = engine.gather()
+            weights = tiny.gathered(engine)
         expected = alone(kind)
         found.append(_distance(weights, expected) / _distance(start, expected))
     return found

@@ -188,16 +188,52 @@ def train(engine: Engine, batches: list[Batch]) -> list[float]:
     return losses
 
 
+def gathered(engine: Engine, key: str = "master") -> dict[str, torch.Tensor]:
+    """Whole tensors of a state key or of the gradient, of which all replicas are checked to be the same."""
+    whole = engine.gather(key)
+    live = engine.live
+    assert live is not None
+    gradients = live.optimizer.gradients() if key == "gradient" else {}
+    for piece in live.pieces:
+        name = live.name(piece)
+        shard = _shard(engine, piece.tensor, whole[name])[piece.flat_start : piece.flat_stop]
+        if key == "gradient":
+            mine = gradients[name].detach().reshape(-1)[piece.flat_start : piece.flat_stop]
+        else:
+            mine = live.optimizer.storage(piece, name, key)
+        assert torch.equal(shard, mine), f"rank {engine.rank}: {key} of {name} is not what other ranks have"
+    return whole
+
+
+def _shard(engine: Engine, tensor: int, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, flat."""
+    logical = engine.assembler.state_map.tensors[tensor]
+    low, high = logical.shard_columns(engine.layout.tensor, engine.coordinates.tensor)
+    return whole.reshape(logical.matrix_shape)[:, low:high].reshape(-1)
+
+
 def state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Masters and moments as whole tensors, and step counts: by `key/name`, or `key/group i`."""
+    """Masters and moments as whole tensors, and step counts: by `key/name`, or `key/group i`.
+
+    Checks on the way that all replicas are the same, and that the weights are their masters, rounded.
+    """
+    assert engine.live is not None
+    parameters = engine.live.optimizer.parameters
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, engine.live.optimizer.scalars())
     scalars = {f"{key}/group {i}": v for mine in everyone for i, s in mine.items() for key, v in s.items()}
     whole = {name: torch.as_tensor(value) for name, value in scalars.items()}
-    stepped = any(everyone)
-    moments = dict.fromkeys(key for schema in engine.assembler.handle.schemas for key in schema.elementwise)
-    for key in ("master", *(moments if stepped else ())):
-        whole.update({f"{key}/{name}": value for name, value in engine.gather(key).items()})
+    masters = gathered(engine)
+    for index, tensor in enumerate(engine.assembler.state_map.tensors):
+        if tensor.name in parameters:
+            weight = parameters[tensor.name].detach().reshape(-1)
+            assert torch.equal(weight, _shard(engine, index, masters[tensor.name]).to(weight.dtype)), (
+                tensor.name
+            )
+    whole.update({f"master/{name}": value for name, value in masters.items()})
+    if any(everyone):
+        for key in dict.fromkeys(k for schema in engine.assembler.handle.schemas for k in schema.elementwise):
+            whole.update({f"{key}/{name}": value for name, value in gathered(engine, key).items()})
     return whole
 
 
