@@ -118,10 +118,19 @@ class Session:
             timeout_seconds=self.options.timeout_seconds,
         )
         self.engine = Engine(model, optimizer, self.configuration, settings, device, self.seed)
-        return Facade(self)
+        return Facade(self, getattr(model, "config", None))
 
     def wrap_loader(self, dataloader: DataLoader, training: bool) -> ElasticDataLoader | EvaluationLoader:
-        """The loader in the user's place: of the global batch for training, of every sample for validation."""
+        """The loader in the user's place: of the global batch for training, of every sample for validation.
+
+        Raises:
+            ValueError: It is not a DataLoader, or cannot be sampled by position.
+        """
+        if not isinstance(dataloader, DataLoader):
+            raise ValueError(
+                f"dataloader: a {type(dataloader).__name__} cannot be sampled by position; wrap a map-style "
+                "dataset in a torch DataLoader"
+            )
         if not training:
             return EvaluationLoader(dataloader, self._data_place)
         assert self.configuration is not None
@@ -240,13 +249,18 @@ class _RecordScale(torch.autograd.Function):
 
 
 class Facade(nn.Module):
-    """Stands where the model stood: a call runs the whole pipelined forward and backward of a step."""
+    """Stands where the model stood: a call runs the whole pipelined forward and backward of a step.
+
+    Attributes:
+        config: The model's.
+    """
 
     session: Session
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, config: Any = None) -> None:
         super().__init__()
         object.__setattr__(self, "session", session)
+        self.config = config
 
     def forward(self, input_ids: torch.Tensor, **batch: torch.Tensor) -> CausalLMOutput:
         """Takes what the Hugging Face model takes; returns an output with the ``loss`` alone.
