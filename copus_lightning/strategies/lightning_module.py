@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 NO_FULL_CHECKPOINTS = (
@@ -72,3 +73,28 @@ def language_model(module: pl.LightningModule) -> tuple[list[str], PreTrainedMod
         )
     (model,) = models.values()
     return list(found), model
+
+
+class WholeWeights:
+    """Under which names a checkpoint of the LightningModule holds the model's weights; tied ones twice.
+
+    Args:
+        names: Under which the model is in the LightningModule.
+        model: As it was before it was handed to the engine.
+    """
+
+    def __init__(self, names: list[str], model: nn.Module) -> None:
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._own: dict[str, str] = {}
+        self._buffers: dict[str, Tensor] = {}
+        for name, value in model.state_dict(keep_vars=True).items():
+            for prefix in names:
+                if id(value) in first:
+                    self._own[f"{prefix}.{name}"] = first[id(value)]
+                else:
+                    self._buffers[f"{prefix}.{name}"] = value.clone()
+
+    def state_dict(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole weights by their own names, to whole weights and buffers by the checkpoint's names."""
+        return {**self._buffers, **{name: gathered[own] for name, own in self._own.items()}}

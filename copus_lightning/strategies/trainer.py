@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,6 +23,7 @@ from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.strategies.lightning_module import (
     NO_CLIPPING_BY_VALUE,
     NO_FULL_CHECKPOINTS,
+    WholeWeights,
     language_model,
     refuse_unsupported,
 )
@@ -104,8 +106,7 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
         self.timeout_seconds = timeout_seconds
         self.process_group_backend = process_group_backend
         self._learning_rate_of_step = 0.0
-        self._saved_names: dict[str, str] = {}
-        self._saved_buffers: dict[str, Tensor] = {}
+        self._weights: WholeWeights | None = None
 
     # -- what users call -------------------------------------------------------------------------------------
 
@@ -183,11 +184,15 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
         self.setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ValueError(f"configure_optimizers: return one optimizer, not {len(self.optimizers)}")
-        self._remember_names(names, model)
+        self._weights = WholeWeights(names, model)
         facade = self.session.set_up(model, self.optimizers[0], self.root_device, self.dtype)
         for name in names:
             parent, _, leaf = name.rpartition(".")
             setattr(self.lightning_module.get_submodule(parent), leaf, facade)
+        rank_zero_info(
+            f"{type(model).__name__} with {self._weights.n_parameters:,} parameters in {self.configuration} "
+            "(a model summary counts its stand-in)"
+        )
         self.model_to_device()
         self.session.on_switched = lambda: follow_loaders(trainer, self.session.train_loader, stepped=True)
         self.setup_precision_plugin()
@@ -257,31 +262,19 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def _remember_names(self, names: list[str], model: nn.Module) -> None:
-        """Under which names a checkpoint holds which of the model's parameters, tied ones twice."""
-        first = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._saved_names, self._saved_buffers = {}, {}
-        for name, value in model.state_dict(keep_vars=True).items():
-            for prefix in names:
-                if id(value) in first:
-                    self._saved_names[f"{prefix}.{name}"] = first[id(value)]
-                else:
-                    self._saved_buffers[f"{prefix}.{name}"] = value.clone()
-
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole weights, on rank 0 alone. All ranks."""
         assert self.lightning_module is not None
-        if self.session.engine is None:
+        if self.session.engine is None or self._weights is None:
             raise RuntimeError(
                 "the weights were given up when fit() ended: save them while it runs, with "
                 "ModelCheckpoint(save_weights_only=True)"
             )
-        weights = self.session.engine.gather()
+        gathered = self.session.engine.gather()
         if not self.is_global_zero:
             return {}
-        whole = {name: weights[own] for name, own in self._saved_names.items()}
-        return {**self.lightning_module.state_dict(), **self._saved_buffers, **whole}
+        return {**self.lightning_module.state_dict(), **self._weights.state_dict(gathered)}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
