@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from strategy_runs import (
     Curve,
@@ -231,7 +231,8 @@ SHORT = Samples(40)
 
 def run_epochs(switches: dict[int, Configuration], n_epochs: int, limit: Any) -> Curve:
     strategy = CopusTrainerStrategy("dp2-tp1-pp1", global_batch_size=4)
-    trainer = build_trainer(strategy, max_epochs=n_epochs, limit_train_batches=limit)
+    patient = EarlyStopping("val_loss", patience=9)  # asks all ranks for their vote
+    trainer = build_trainer(strategy, max_epochs=n_epochs, limit_train_batches=limit, callbacks=[patient])
     return fit(Module("epoch", switches=switches), trainer, SHORT, shuffle=False)
 
 
@@ -353,6 +354,11 @@ class Manual(Module):
         self.automatic_optimization = False
 
 
+class Failing(Module):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        raise RuntimeError(f"mine, with {self.model.config.vocab_size} tokens")
+
+
 class TwoOptimizers(Module):
     def configure_optimizers(self) -> Any:
         return [build_optimizer(self.model), build_optimizer(self.model)]
@@ -381,12 +387,14 @@ def refusals() -> dict[str, str]:
     attempt_fit("manual", Manual())
     attempt_fit("optimizers", TwoOptimizers())
     attempt_fit("models", Two())
+    attempt_fit("own error", Failing())
     attempt_fit("overfit", overfit_batches=1)
     attempt_fit("reload", reload_dataloaders_every_n_epochs=1)
     attempt_fit("checkpoint", enable_checkpointing=True)
     attempt_fit("precision", precision="64-true")
     loaders = [DataLoader(TRAINING), DataLoader(TRAINING)]
     attempt("loaders", lambda: build_trainer("copus", 1, max_steps=1).fit(Module(), loaders))
+    attempt("list", lambda: build_trainer("copus", 1, max_steps=1).fit(Module(), list(loaders[0])))
     validation = DataLoader(VALIDATION)
     attempt("validate", lambda: build_trainer("copus", 1).validate(Module(), validation, verbose=False))
     attempt("resume", lambda: build_trainer("copus", 1).fit(Module(), loaders[0], ckpt_path="some.ckpt"))
@@ -400,6 +408,7 @@ def refusals() -> dict[str, str]:
     trainer.fit(trained, loaders[0])
     attempt("again", lambda: trainer.fit(trained, loaders[0]))
     trainer.fit_loop.epoch_loop.max_steps = 3
+    attempt_fit("fast_dev_run", fast_dev_run=True)
     fresh = Module()
     trainer.fit(fresh, loaders[0])
     messages["a fresh module"] = str(fresh.global_step)
@@ -414,16 +423,19 @@ def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:
         "manual": "automatic_optimization",
         "optimizers": "multiple optimizers",
         "models": "2 Hugging Face models",
+        "own error": "mine, with 97 tokens",
         "overfit": "overfit_batches",
         "reload": "reload_dataloaders_every_n_epochs",
         "checkpoint": "set enable_checkpointing=False",
         "precision": "bf16-mixed",
         "loaders": "one DataLoader",
+        "list": "torch DataLoader",
         "validate": "trainer.validate()",
         "resume": "ckpt_path",
         "layout": "dp4-tp1-pp1",
         "callback": "CopusTrainerStrategy(...)",
         "again": "0 Hugging Face models",
+        "fast_dev_run": "",
         "a fresh module": "3",
     }
     assert messages.keys() == expected.keys()
