@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,7 +53,8 @@ class CopusCallback(Callback):
         learning_rate_rule: ``"sqrt"``, ``"linear"``, ``"surge"``, ``"none"`` or a function of B / B_ref. The
             factor is applied inside the strategy: the user's optimizer and schedulers never see it.
         reference_batch_size: B_ref, the batch at which the learning rate was tuned; default: the first.
-        run_dir: Folder for ``metrics.csv`` and ``events.jsonl``; None writes none.
+        run_dir: Folder for ``metrics.csv`` and ``events.jsonl``; None writes none. Under Trainer what a module
+            logs as ``val_loss`` is recorded as the validation loss.
         log_every_steps: Steps between two records to Lightning's loggers.
 
     Logged keys (all from rank 0, step = optimizer steps), when known:
@@ -288,13 +290,13 @@ class CopusCallback(Callback):
 
     @override
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        import time
-
         self._validation_started = time.perf_counter()
 
     @override
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        import time
-
-        if self.conductor is not None:
-            self.conductor.book("evaluation", time.perf_counter() - self._validation_started)
+        if self.conductor is None:
+            return
+        self.conductor.book("evaluation", time.perf_counter() - self._validation_started)
+        val_loss = trainer.callback_metrics.get("val_loss")
+        if val_loss is not None and not trainer.sanity_checking:
+            self.conductor.record_validation(float(val_loss))
