@@ -41,7 +41,7 @@ def indices(batch: dict[str, torch.Tensor]) -> list[int]:
     return [int(a) * VOCABULARY + int(b) for a, b in batch["input_ids"][:, :2]]
 
 
-def build_model() -> Any:
+def build_model(tied: bool = False) -> Any:
     """The same weights each time, and the caller's random numbers as they were."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,6 +53,7 @@ def build_model() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=N_TOKENS,
+        tie_word_embeddings=tied,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)

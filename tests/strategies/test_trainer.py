@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from world import World
 
 from copus_lightning import Configuration, CopusCallback, CopusTrainerStrategy, Layout
-from copus_lightning.core.records import read_metrics
+from copus_lightning.core.records import read_events, read_metrics
 from copus_lightning.data.sampler import GlobalOrder
 
 TRAINING, VALIDATION = Samples(400), Samples(16)
@@ -193,7 +193,8 @@ def run_with_decisions(folder: str) -> Curve:
     trainer = build_trainer(
         CopusTrainerStrategy(seed=SEED),
         max_steps=30,
-        max_epochs=2,
+        val_check_interval=30,
+        check_val_every_n_epoch=None,
         callbacks=[callback],
         logger=CSVLogger(folder, name="csv"),
     )
@@ -216,6 +217,8 @@ def test_the_callback_changes_batch_layout_and_rate(world: World, tmp_path: Path
     assert summary["global_step"] == summary["steps"] == 30
     assert (summary["layout_switches"], summary["batch_changes"]) == (2, 2)
     assert summary["seconds"]["evaluation"] > 0
+    validations = [e for e in read_events(tmp_path / "run") if e["kind"] == "validation"]
+    assert [e["val_loss"] for e in validations] == pytest.approx([summary["val_loss"]])
     rows = read_metrics(tmp_path / "run")
     used = [rate * factor for rate, factor in zip(plain.rates, factors, strict=True)]
     assert [row["learning_rate"] for row in rows] == pytest.approx(used)
@@ -286,10 +289,11 @@ def test_trainer_clips_by_the_global_norm_of_a_scaled_loss(world: World) -> None
 
 
 class Nested(Module):
-    """The language model under another name, next to a metric, a buffer, and a second name for it."""
+    """A language model with tied embeddings under a second name, next to another module and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.model = build_model(tied=True)
         self.parts = nn.ModuleDict({"language": self.model, "dropout": nn.Dropout()})
         self.register_buffer("seen", torch.zeros(()))
 
