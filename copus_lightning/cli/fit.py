@@ -48,7 +48,7 @@ def prepare(arguments: Namespace) -> Ready:
     config = load(arguments.config, arguments.overrides)
     place = Place.of(config.run)
     config.check_world_size(place.world_size)
-    if importlib.util.find_spec("copus_lightning.engine.checkpoint") is None:
+    if importlib.util.find_spec("copus_lightning.callbacks.preemption") is None:
         for key in ("resume", "checkpoint_every_tokens"):
             if getattr(config.run, key) is not None:
                 raise ConfigError(f"run.{key}: checkpoints are not part of this version: set run.{key}=null")
