@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 NO_FULL_CHECKPOINTS = (
     "CopusTrainerStrategy cannot save the optimizer's state yet: set enable_checkpointing=False, or save "
@@ -16,13 +21,24 @@ NO_FULL_CHECKPOINTS = (
 NO_CLIPPING_BY_VALUE = 'gradient_clip_algorithm="value" is not supported: use "norm"'
 
 
-def refuse_unsupported(module: pl.LightningModule) -> None:
-    """Refuses what would be ignored or come out wrong, before processes are connected.
+class CheckingLauncher(_SubprocessScriptLauncher):
+    """Refuses what is not supported before any process is launched."""
+
+    @override
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        if trainer is not None and trainer.lightning_module is not None:
+            refuse_unsupported(trainer, trainer.lightning_module)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuses what would be ignored or come out wrong.
 
     Raises:
         ValueError: One line that names the setting and the fix.
     """
-    trainer = module.trainer
     if trainer.state.fn is not None and trainer.state.fn != TrainerFn.FITTING:
         raise ValueError(
             f"trainer.{trainer.state.fn.value}() is not supported: CopusTrainerStrategy trains, and validates "

@@ -11,7 +11,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -23,6 +22,7 @@ from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.strategies.lightning_module import (
     NO_CLIPPING_BY_VALUE,
     NO_FULL_CHECKPOINTS,
+    CheckingLauncher,
     WholeWeights,
     language_model,
     refuse_unsupported,
@@ -141,13 +141,11 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
         assert self.cluster_environment is not None
         self.session.options.first_configuration(self.planned_world_size)  # refuses before anything starts
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = CheckingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
-        refuse_unsupported(model)
+        refuse_unsupported(model.trainer, model)
         # Samples are chosen by global position; a sampler of Lightning's would shard them a second time.
         model.trainer._accelerator_connector.use_distributed_sampler = False
         super().connect(model)

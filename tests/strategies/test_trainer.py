@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from strategy_runs import (
     Curve,
     Samples,
@@ -453,3 +454,17 @@ def test_a_plain_layout_is_the_default() -> None:
     assert strategy.session.options.first_layout(3) == Layout(data=3)
     with pytest.raises(AssertionError, match="not launched"):
         _ = strategy.configuration
+
+
+def test_nothing_is_launched_for_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(self: Any) -> None:
+        raise AssertionError("launched")
+
+    monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", launch)
+    trainer = build_trainer("copus", accumulate_grad_batches=4, max_steps=1)
+    with pytest.raises(ValueError, match="accumulate_grad_batches=4"):
+        trainer.fit(Module(), DataLoader(TRAINING))
+    with pytest.raises(ValueError, match="use 6 or 8"):
+        build_trainer(CopusTrainerStrategy(global_batch_size=7), max_steps=1)
+    with pytest.raises(AssertionError, match="launched"):
+        build_trainer("copus", max_steps=1).fit(Module(), DataLoader(TRAINING))
