@@ -115,7 +115,9 @@ class CopusStrategy(Processes, ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self.session.options.first_configuration(self.planned_world_size)  # refuses before anything is launched
+        self.session.options.first_configuration(
+            self.planned_world_size
+        )  # refuses before anything is launched
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes

@@ -63,7 +63,9 @@ class Processes:
     def connect_processes(self) -> None:
         """Joins the WORLD group, which lives as long as the process."""
         self._set_world_ranks()
-        backend = self.process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        backend = self.process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
         kwargs: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout_seconds)}
         if self.root_device.type != "cpu":
             kwargs["device_id"] = self.root_device

@@ -101,7 +101,9 @@ class Session:
             return self.options.seed
         return int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
-    def set_up(self, model: nn.Module, optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Facade:
+    def set_up(
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, dtype: torch.dtype
+    ) -> Facade:
         """Builds the engine around the user's model and optimizer; returns what takes the model's place."""
         from copus_lightning.engine.engine import Engine, EngineSettings
 
@@ -238,7 +240,9 @@ class _RecordScale(torch.autograd.Function):
     """Lets a loss whose backward pass has run already be scaled: records the gradient that reaches it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, record: list[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, record: list[torch.Tensor]
+    ) -> torch.Tensor:
         ctx.record = record
         return loss.clone()
 
