@@ -70,6 +70,8 @@ def train(
     batch_size: int = 2,
     devices: int = 4,
     precision: Any = None,
+    num_workers: int = 0,
+    loader_first: bool = False,
 ) -> Curve:
     """An ordinary Fabric script; leaves the engine closed."""
     fabric = L.Fabric(
@@ -84,8 +86,12 @@ def train(
     model = build_model()
     optimizer = build_optimizer(model)
     scheduler = build_scheduler(optimizer)
+    loader = DataLoader(DATASET, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers)
+    if loader_first:
+        loader = fabric.setup_dataloaders(loader)
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(DATASET, batch_size=batch_size, shuffle=shuffle))
+    if not loader_first:
+        loader = fabric.setup_dataloaders(loader)
     curve = Curve()
     strategy = fabric.strategy
     try:
@@ -189,7 +195,7 @@ def run_with_layout_decisions() -> Curve:
     callback = CopusCallback(
         policy=Scripted(*ROUTE), global_batch_sizes=[4, 8], decide_every_tokens=120, learning_rate_rule="none"
     )
-    curve = train(CopusStrategy(seed=SEED), 30, [callback], devices=2)
+    curve = train(CopusStrategy(seed=SEED), 30, [callback], devices=2, num_workers=1)
     curve.extra = {**callback.summary(), "noise_trace": callback.controller.tracker.trace}
     return curve
 
@@ -221,14 +227,18 @@ def test_measuring_changes_nothing(world: World, zero_stage: int, precision: str
         assert all(torch.equal(a.weights[name], b.weights[name]) for name in a.weights)
 
 
-def run_without_a_batch(with_callback: bool) -> list[Configuration]:
+def run_without_a_batch(with_callback: bool, loader_first: bool) -> list[Configuration]:
     callbacks = [CopusCallback(policy="static", global_batch_sizes=[2, 4])] if with_callback else []
-    return train(CopusStrategy(), 1, callbacks, batch_size=3, devices=2).configurations
+    curve = train(CopusStrategy(), 1, callbacks, batch_size=3, devices=2, loader_first=loader_first)
+    return curve.configurations
 
 
-def test_the_first_batch_is_the_callbacks_smallest_else_the_loaders(world: World) -> None:
-    assert world.run(run_without_a_batch, True, ranks=2)[0] == [configuration("dp2-tp1-pp1", 2)]
-    assert world.run(run_without_a_batch, False, ranks=2)[0] == [configuration("dp2-tp1-pp1", 6)]
+@pytest.mark.parametrize("loader_first", [False, True])
+def test_the_first_batch_is_the_callbacks_smallest_else_the_loaders(world: World, loader_first: bool) -> None:
+    chosen = world.run(run_without_a_batch, True, loader_first, ranks=2)[0]
+    assert chosen == [configuration("dp2-tp1-pp1", 2)]
+    left_to_the_loader = world.run(run_without_a_batch, False, loader_first, ranks=2)[0]
+    assert left_to_the_loader == [configuration("dp2-tp1-pp1", 6)]
 
 
 # -- what a script does with the loss --------------------------------------------------------------------------
