@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.layers import set_autotp_mode
+from deepspeed.module_inject.layers import TensorParallel_Layer, set_autotp_mode
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -217,6 +217,12 @@ class StageEngine(PipelineEngine):
         self.fwd_outputs: list[Any] = []
         self._step_batches = []
         self.groups = None
+        # Shards refer to their layers and these to their groups: again a cycle, through the parameters.
+        for module in self.module.modules():
+            if isinstance(module, TensorParallel_Layer):
+                module.mp_group = None
+        for parameter in self.module.parameters():
+            parameter.__dict__.clear()
         self.destroy()
 
     # -- one step ----------------------------------------------------------------------------------------------

@@ -1,0 +1,226 @@
+"""A switch happens wholly or not at all; a step that runs out of memory is rerun; nothing hangs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from world import World
+
+from copus_lightning.core.layout import Configuration, Layout
+from copus_lightning.engine.engine import Engine, OutOfMemory, StepFailed, SwitchFailed
+from copus_lightning.engine.switching import OVERLAPPED, PHASES
+
+from . import tiny
+from .tiny import N_SAMPLES
+
+DP2PP2, TP2PP2, PP4, DP4 = Layout(2, 1, 2), Layout(1, 2, 2), Layout(pipeline=4), Layout(data=4)
+
+
+def failing(engine: Engine, phase: str, rank: int, error: type[BaseException] = MemoryError) -> None:
+    """Lets one phase fail on one rank, once."""
+
+    def fault(name: str) -> None:
+        if name == phase and engine.rank == rank:
+            engine.fault = lambda _: None
+            raise error("injected")
+
+    engine.fault = fault
+
+
+def try_switch(engine: Engine, target: Layout, in_advance: bool = False) -> str | None:
+    """The reason why a switch failed, or None."""
+    configuration = Configuration(target, N_SAMPLES, 2)
+    try:
+        if in_advance:
+            engine.prepare(configuration)
+        engine.switch(configuration)
+    except SwitchFailed as failed:
+        return failed.reason
+    finally:
+        engine.fault = lambda _: None
+    return None
+
+
+def fail_in_every_phase(zero_stage: int, dtype: torch.dtype) -> list[tuple[str, str | None, list[str]]]:
+    """For each phase: the reason, and what of the state has changed; training goes on after each."""
+    found = []
+    with tiny.running(DP2PP2, micro_batch_size=2, zero_stage=zero_stage, dtype=dtype) as engine:
+        tiny.train(engine, [tiny.make_batch()])
+        for index, phase in enumerate(PHASES):
+            before = tiny.state(engine)
+            failing(engine, phase, rank=1 + index % 3)
+            reason = try_switch(engine, TP2PP2, in_advance=index % 2 == 0)
+            found.append((phase, reason, tiny.differences(before, tiny.state(engine))))
+            assert engine.layout == DP2PP2
+            tiny.train(engine, [tiny.make_batch(seed=index)])
+        assert try_switch(engine, TP2PP2) is None, "in the end it works"
+        tiny.train(engine, [tiny.make_batch()])
+    return found
+
+
+@pytest.mark.parametrize(("zero_stage", "dtype"), [(1, torch.bfloat16), (0, torch.float32)])
+def test_a_failure_in_any_phase_brings_all_ranks_back(
+    world: World, zero_stage: int, dtype: torch.dtype
+) -> None:
+    by_rank = world.run(fail_in_every_phase, zero_stage, dtype, timeout=240)
+    assert all(found == by_rank[0] for found in by_rank), "all ranks give the same reason"
+    for index, (phase, reason, changed) in enumerate(by_rank[0]):
+        assert reason is not None and "\n" not in reason
+        assert f"rank {1 + index % 3} failed" in reason and "injected" in reason
+        assert ("drain" if phase in OVERLAPPED else phase) in reason
+        assert changed == [], f"{phase}: the old state is back bit for bit"
+
+
+def corrupt_a_piece() -> tuple[str | None, list[str], str | None]:
+    with tiny.running(DP2PP2, micro_batch_size=2) as engine:
+        tiny.train(engine, [tiny.make_batch()])
+        before = tiny.state(engine)
+
+        def tamper(message: torch.Tensor) -> None:
+            if engine.rank == 2:
+                message[len(message) // 2] += 1e-3
+
+        engine.tamper = tamper
+        reason = try_switch(engine, PP4)
+        engine.tamper = None
+        return reason, tiny.differences(before, tiny.state(engine)), try_switch(engine, PP4)
+
+
+def test_a_piece_that_arrives_corrupted_is_found_by_its_checksum(world: World) -> None:
+    reason, changed, after = world.run(corrupt_a_piece)[0]
+    assert reason is not None and "from rank 2 arrived corrupted" in reason
+    assert changed == [] and after is None
+
+
+def prepared_while_training() -> tuple[bool, list[float], list[float]]:
+    """Steps between the decision and the switch, against a run that switches at once."""
+    batches = [tiny.make_batch(seed=s) for s in range(4)]
+    curves = []
+    for in_advance in (True, False):
+        with tiny.running(DP4, micro_batch_size=2) as engine:
+            if in_advance:
+                engine.prepare(Configuration(PP4, N_SAMPLES, 2))
+            losses = tiny.train(engine, batches[:2])
+            report = engine.switch(Configuration(PP4, N_SAMPLES, 2))
+            overlapped = report.overlapped
+            curves.append((overlapped, losses + tiny.train(engine, batches[2:]), report))
+    (ahead, one, report), (at_once, other, whole) = curves
+    parts = sum(report.seconds[p] for p in PHASES if p not in OVERLAPPED)
+    assert abs(parts - report.total_seconds) <= 0.05 * report.total_seconds + 1e-3
+    assert abs(sum(whole.seconds.values()) - whole.total_seconds) <= 0.05 * whole.total_seconds + 1e-3
+    return ahead and not at_once, one, other
+
+
+def test_a_prepared_switch_is_the_same_switch(world: World) -> None:
+    ok, one, other = world.run(prepared_while_training)[0]
+    assert ok and one == other
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def out_of_memory(layout: Layout, on_rank: int) -> tuple[list[float], list[float], list[Any]]:
+    """Losses of a run that runs out of memory in its second step, and of one that began with less."""
+    batches = [tiny.make_batch("uneven", seed=s) for s in range(4)]
+    curves = []
+    reductions: list[Any] = []
+    for micro in (4, 2):
+        with tiny.running(layout, micro_batch_size=micro) as engine:
+            losses = tiny.train(engine, batches[:1])
+            if micro == 4:
+                failing(engine, "micro-batch", on_rank, torch.OutOfMemoryError)
+            losses += tiny.train(engine, batches[1:])
+            curves.append(losses)
+            reductions += [(str(r.configuration), str(r.replacement), r.reason) for r in engine.reductions]
+            assert engine.configuration == Configuration(layout, N_SAMPLES, 2)
+    return curves[0], curves[1], reductions
+
+
+@pytest.mark.parametrize(("layout", "on_rank"), [(DP2PP2, 3), (TP2PP2, 0)], ids=str)
+def test_a_step_that_runs_out_of_memory_is_rerun_with_a_smaller_micro_batch(
+    world: World, layout: Layout, on_rank: int
+) -> None:
+    for reduced, small, reductions in world.run(out_of_memory, layout, on_rank):
+        # The first step of the first run was made with larger micro-batches: the same but for rounding.
+        assert max(abs(a - b) for a, b in zip(reduced, small, strict=True)) < 1e-5
+        ((before, after, reason),) = reductions
+        assert before == f"{layout} batch 8 micro-batch 4" and after == f"{layout} batch 8 micro-batch 2"
+        assert f"rank {on_rank} ran out of memory" in reason
+
+
+def out_of_memory_at_one() -> str:
+    with tiny.running(DP2PP2, micro_batch_size=1) as engine:
+        failing(engine, "micro-batch", 1, torch.OutOfMemoryError)
+        try:
+            tiny.train(engine, [tiny.make_batch()])
+        except OutOfMemory as error:
+            tiny.train(engine, [tiny.make_batch()])  # the engine is as it was
+            return error.reason
+    return ""
+
+
+def test_a_micro_batch_of_one_that_does_not_fit_is_an_error_on_all_ranks(world: World) -> None:
+    for reason in world.run(out_of_memory_at_one):
+        assert "the micro-batch is 1 already" in reason and "\n" not in reason
+
+
+def fail_in_step() -> str:
+    with tiny.running(PP4, micro_batch_size=2) as engine:
+        failing(engine, "micro-batch", 2, KeyError)
+        try:
+            tiny.train(engine, [tiny.make_batch()])
+        except StepFailed as error:
+            return error.reason
+    return ""
+
+
+def test_another_error_in_a_step_ends_it_on_all_ranks(world: World) -> None:
+    for reason in world.run(fail_in_step):
+        assert "rank 2 failed in the step: KeyError" in reason
+
+
+# -- leaks -------------------------------------------------------------------------------------------------
+
+
+def many_switches(n: int) -> dict[str, list[int]]:
+    """Groups, threads, descriptors and resident memory after the third switch and at the end."""
+    layouts = [DP4, Layout(2, 2, 1), DP2PP2, PP4]
+    process = psutil.Process()
+    measures: dict[str, Callable[[], int]] = {
+        "groups": lambda: len(dist.distributed_c10d._world.pg_map),
+        "threads": process.num_threads,
+        "descriptors": process.num_fds,
+        "resident": lambda: process.memory_info().rss,
+    }
+    found: dict[str, list[int]] = {name: [] for name in measures}
+    with tiny.running(PP4, micro_batch_size=2) as engine:
+        tiny.train(engine, [tiny.make_batch()])
+        for index in range(n):
+            configuration = Configuration(layouts[index % len(layouts)], N_SAMPLES, 2)
+            if index % 2:
+                engine.prepare(configuration)
+            engine.switch(configuration)
+            if index % 20 == 0:
+                tiny.train(engine, [tiny.make_batch()])
+            if index in (3, n - 1):
+                gc.collect()
+                dist.barrier()
+                for name, measure in measures.items():
+                    found[name].append(measure())
+    return found
+
+
+def test_nothing_grows_over_200_switches(world: World) -> None:
+    world.run(many_switches, 8, timeout=120)  # first allocations of the process
+    for rank, found in enumerate(world.run(many_switches, 200, timeout=300)):
+        for name in ("groups", "threads", "descriptors"):
+            early, late = found[name]
+            assert early == late, f"rank {rank}: {name} {early} -> {late}"
+        early, late = found["resident"]
+        assert late <= 1.02 * early, f"rank {rank}: resident memory {early} -> {late}"
