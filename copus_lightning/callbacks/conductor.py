@@ -55,6 +55,7 @@ class Conductor:
         self._prepare_seconds = 0.0
         self._unfinished: dict[str, Any] | None = None
         session.live.measure_next = True
+        session.book = self.book
         session.learning_rate_factor = controller.learning_rate_factor
         if session.configuration is not None and recorder is not None:
             recorder.event("start", **session.configuration.to_dict(), step=controller.step)

@@ -124,8 +124,8 @@ class ElasticDataLoader:
             "n_samples": order.n_samples,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position, forwards or back, from the very next batch on. Takes over the saved seed.
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Whether `load_state_dict` would take this state; changes nothing.
 
         Raises:
             ValueError: If the state is of another dataset or another kind of order.
@@ -142,6 +142,15 @@ class ElasticDataLoader:
                     f"data loader state: `{key}` is {state_dict[key]} in the checkpoint and {have} here; "
                     "resume with the same dataset and the same shuffle"
                 )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position, forwards or back, from the very next batch on. Takes over the saved seed.
+
+        Raises:
+            ValueError: If the state is of another dataset or another kind of order.
+        """
+        self.check_state_dict(state_dict)
+        order = self.batch_sampler.order
         self.batch_sampler.order = GlobalOrder(order.n_samples, int(state_dict["seed"]), order.shuffle)
         self.batch_sampler.position = int(state_dict["position"])
         self._discard_prefetched()

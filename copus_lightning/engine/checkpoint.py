@@ -95,9 +95,7 @@ class Checkpointer:
                     content["optimizer"] = {"scalars": scalars, "hyperparameters": self._hyperparameters()}
                 writing.state = io.BytesIO()
                 torch.save(content, writing.state)
-                writing.manifest = describe_run(
-                    engine, scalars if optimizer else None, list(state or {}), labels or {}
-                )
+                writing.manifest = describe_run(engine, scalars if optimizer else None, labels or {})
             return writing
 
         try:

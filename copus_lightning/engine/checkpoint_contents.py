@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,14 +23,11 @@ Scalars = dict[int, dict[str, Any]]
 """Step counts and the like, by index of the optimizer's param group."""
 
 
-def describe_run(
-    engine: Engine, scalars: Scalars | None, entries: list[str], labels: Mapping[str, Any]
-) -> Manifest:
+def describe_run(engine: Engine, scalars: Scalars | None, labels: Mapping[str, Any]) -> Manifest:
     """The manifest, still without files.
 
     Args:
         scalars: Empty before the first optimizer step; None if the weights are saved alone.
-        entries: Names of the caller's entries.
         labels: The caller's own.
     """
     description, handle = engine.assembler.description, engine.assembler.handle
@@ -63,7 +61,6 @@ def describe_run(
             "zero_stage": engine.settings.zero_stage,
             "precision": str(engine.settings.dtype).removeprefix("torch."),
         },
-        entries=entries,
         labels=dict(labels),
     )
 
@@ -145,13 +142,9 @@ def read_state(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
 
 
 def _versions() -> dict[str, str]:
-    import deepspeed
-    import transformers
-
-    import copus_lightning
-
-    modules = (copus_lightning, torch, transformers, deepspeed)
-    return {module.__name__: str(module.__version__) for module in modules}
+    # All are loaded by now. The package itself is not imported from here: it names what is above the engine.
+    names = (__name__.partition(".")[0], "torch", "transformers", "deepspeed")
+    return {name: str(getattr(sys.modules.get(name), "__version__", "unknown")) for name in names}
 
 
 def _readable(values: Mapping[str, Any]) -> dict[str, Any]:

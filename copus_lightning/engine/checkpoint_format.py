@@ -46,8 +46,7 @@ class Manifest:
             saved alone.
         training: `configuration`, `world_size`, `zero_stage` and `precision` in which it was saved; none of them
             binds whoever loads it.
-        entries: Names of the caller's own entries in `state.pt`.
-        labels: What else the caller wants to be known before anything is loaded.
+        labels: What the caller wants to be known before anything is loaded.
         files: `bytes` and `crc32` of each file but this one.
     """
 
@@ -57,7 +56,6 @@ class Manifest:
     tensors: dict[str, list[int]]
     optimizer: dict[str, Any] | None
     training: dict[str, Any]
-    entries: list[str]
     labels: dict[str, Any]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -124,6 +122,12 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 def check_files(folder: Path, manifest: Manifest, share: int = 0, n_shares: int = 1) -> None:
     """Checks that the folder holds exactly the manifest's files, and the contents of one share of them.
+
+    Args:
+        folder: Of the checkpoint.
+        manifest: Its manifest.
+        share: Index of the share whose checksums are computed; -1: none.
+        n_shares: In how many shares several processes divide that work.
 
     Raises:
         ValueError: One line that names the file.

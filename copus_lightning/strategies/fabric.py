@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.types import _PATH, _Stateful
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -17,9 +19,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from copus_lightning.core.layout import Configuration, Layout
+from copus_lightning.strategies import checkpoints
 from copus_lightning.strategies.precision import wanted_dtype
 from copus_lightning.strategies.processes import DEFAULT_TIMEOUT_SECONDS, Processes
-from copus_lightning.strategies.session import Options, Session
+from copus_lightning.strategies.session import Facade, Options, Session
 
 
 class CopusStrategy(Processes, ParallelStrategy):
@@ -41,6 +44,11 @@ class CopusStrategy(Processes, ParallelStrategy):
         timeout_seconds: Longest wait for another rank.
         process_group_backend: ``"nccl"`` or ``"gloo"``; default by device.
         seed: Of the order of samples; default: the one of ``seed_everything``, else 0.
+        async_save: ``fabric.save`` copies the state to host memory and returns; a helper thread writes it while
+            training goes on. An error is raised by the next ``fabric.save`` or ``fabric.load``.
+
+    ``fabric.save`` and ``fabric.load`` work as with any strategy, see docs/checkpoints.md: a checkpoint is a
+    folder that any layout and any number of ranks can load.
 
     The first loader that is set up is the training loader: it yields this data rank's samples of one optimizer
     step and follows every switch. Later ones are for validation: they run over every sample once, in order.
@@ -61,6 +69,7 @@ class CopusStrategy(Processes, ParallelStrategy):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         process_group_backend: str | None = None,
         seed: int | None = None,
+        async_save: bool = False,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -85,6 +94,7 @@ class CopusStrategy(Processes, ParallelStrategy):
             buffer_bytes=buffer_bytes,
             timeout_seconds=timeout_seconds,
             seed=seed,
+            async_save=async_save,
         )
         self.session = Session(options)
         self.timeout_seconds = timeout_seconds
@@ -195,6 +205,79 @@ class CopusStrategy(Processes, ParallelStrategy):
     @override
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
         raise ValueError("clipping by value is not supported: use fabric.clip_gradients(..., max_norm=…)")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(
+        self,
+        path: _PATH,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Writes a checkpoint folder, or a plain file if the model is not in ``state``. All ranks.
+
+        The session adds the place in the data, the batch and the random generators.
+
+        Raises:
+            ValueError: Something else is at ``path``, or ``state`` has no whole model.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options is not supported: CopusStrategy writes to a file system")
+        names = checkpoints.names_in(state, self.session)
+        if names["model"] is None:
+            super().save_checkpoint(path, state, filter=filter)
+            return
+        for name in filter or {}:
+            if name in names.values():
+                raise ValueError(f"filter={{{name!r}: …}} is not supported: CopusStrategy saves all of it")
+        rest = {name: value for name, value in state.items() if name not in names.values()}
+        entries = self._convert_stateful_objects_in_state(rest, filter=filter or {})
+        checkpoints.save_run(self.session, path, entries, names)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        state: Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Takes up a checkpoint folder, whatever layout it was saved in, or loads a plain file. All ranks.
+
+        With model and optimizer the run goes on where it was, data, batch and random generators included. With
+        the model alone its weights are loaded. Without ``state`` everything is returned, as whole tensors.
+
+        Raises:
+            ValueError: The checkpoint is not whole, or is of another model; nothing was changed.
+            KeyError: ``state`` has a name that the checkpoint has not, and ``strict`` is set.
+        """
+        model_alone = isinstance(state, Facade)
+        names = checkpoints.names_in(state, self.session) if isinstance(state, dict) else {"model": None}
+        if os.path.isfile(path) and not model_alone and names["model"] is None:
+            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        if state is None or state == {}:
+            return checkpoints.read_whole(path, weights_only)
+        if model_alone:
+            checkpoints.load_run(self.session, path, optimizer=False, weights_only=weights_only)
+            return {}
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"{type(state).__name__} alone cannot be loaded from {path}: pass a dict with the model and the "
+                "optimizer that fabric.setup() returned to fabric.load"
+            )
+        remainder = checkpoints.load_entries(self.session, path, state, names, strict, weights_only)
+        for name, value in state.items():
+            if name in names.values() or name not in remainder:
+                continue
+            if isinstance(value, Module):
+                self.load_module_state_dict(value, remainder.pop(name), strict=strict)
+            elif isinstance(value, _Stateful):
+                value.load_state_dict(remainder.pop(name))
+            else:
+                state[name] = remainder.pop(name)
+        return remainder
 
     # -- collectives -------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from copus_lightning.data.evaluation import EvaluationLoader
 from copus_lightning.data.loader import ElasticDataLoader
 
 if TYPE_CHECKING:
+    from copus_lightning.engine.checkpoint import Checkpointer
     from copus_lightning.engine.engine import Engine, Reduction, StepOutcome, SwitchReport
 
 
@@ -35,6 +36,7 @@ class Options:
     buffer_bytes: int = 64 * 2**20
     timeout_seconds: float = 1800.0
     seed: int | None = None
+    async_save: bool = False
 
     def first_layout(self, world_size: int) -> Layout:
         """The layout to begin with: data parallelism alone unless one is given.
@@ -70,6 +72,9 @@ class Session:
         step_seconds: Seconds that the last optimizer step spent in forward, backward and update.
         learning_rate_factor: Multiplies the user's learning rate in the next step.
         on_switched: Called after each switch, once engine and loader have followed.
+        book: Called with a kind (of :data:`copus_lightning.core.controller.TIME_KINDS`) and seconds of wall time
+            that are no part of a step.
+        data_state: Where to go on in the data, for a training loader that is still to come.
     """
 
     def __init__(self, options: Options) -> None:
@@ -83,6 +88,9 @@ class Session:
         self.learning_rate_factor = 1.0
         self.sequence_length: int | None = None
         self.on_switched: Callable[[], None] = lambda: None
+        self.book: Callable[[str, float], None] = lambda kind, seconds: None
+        self.data_state: dict[str, Any] | None = None
+        self._checkpointer: Checkpointer | None = None
         self._batch_chosen = options.global_batch_size is not None
         self._scales: list[torch.Tensor] = []
         self._rank = 0
@@ -145,6 +153,9 @@ class Session:
         self.train_loader = ElasticDataLoader(
             dataloader, rank, size, self.configuration.global_batch_size, self.seed
         )
+        if self.data_state is not None:
+            self.train_loader.load_state_dict(self.data_state)
+            self.data_state = None
         return self.train_loader
 
     def _fitting_micro(self, global_batch_size: int) -> int:
@@ -229,11 +240,42 @@ class Session:
         self.on_switched()
         return report
 
+    # -- checkpoints, see :mod:`copus_lightning.strategies.checkpoints` ----------------------------------------
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """Of the engine."""
+        if self._checkpointer is None:
+            from copus_lightning.engine.checkpoint import Checkpointer
+
+            self._checkpointer = Checkpointer(self.live)
+        return self._checkpointer
+
+    def go_on(self, configuration: Configuration, data_state: dict[str, Any] | None) -> None:
+        """Takes up a saved run: its batch, and its place in the data. The engine has its state already.
+
+        Args:
+            configuration: Of the present layout.
+            data_state: Of the training loader; None if there was none.
+        """
+        if configuration != self.configuration:
+            self.switch(configuration)
+        self._batch_chosen = True
+        if data_state is not None and self.train_loader is not None:
+            self.train_loader.load_state_dict(data_state)
+        else:
+            self.data_state = data_state
+
     def close(self) -> None:
-        """Ends the engine."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+        """Ends the engine, once a checkpoint that is being written is complete."""
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:
+            self._checkpointer = None
+            if self.engine is not None:
+                self.engine.close()
+                self.engine = None
 
 
 class _RecordScale(torch.autograd.Function):
