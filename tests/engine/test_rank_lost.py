@@ -1,0 +1,54 @@
+"""A rank that is killed ends the run on all others, within the time-out, with an error that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCENARIOS = {
+    "micro-batch": 3,  # while training
+    "groups": 1,
+    "prepare": 2,
+    "drain": 3,
+    "stage": 1,
+    "free": 2,
+    "build": 3,
+    "exchange": 1,
+    "load": 0,
+}
+"""Where the rank dies, and which."""
+
+LIMIT_SECONDS = 30.0
+"""Longest end of a survivor: the time-out of 8 s, a roll-call of 5 s, and slow machines."""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """All scenarios, one after the other, in processes of their own."""
+    arguments = [f"{phase}:{victim}" for phase, victim in SCENARIOS.items()]
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("dying_ranks.py")), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        timeout=400,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("phase", SCENARIOS)
+def test_survivors_end_and_name_the_rank(outcomes: dict[str, Any], phase: str) -> None:
+    outcome = outcomes[phase]
+    victim = SCENARIOS[phase]
+    assert outcome["hung"] == []
+    assert sorted(map(int, outcome["reports"])) == [r for r in range(4) if r != victim]
+    for report in outcome["reports"].values():
+        assert report["error"] == "RankLost", report
+        assert f"rank {victim} stopped answering" in report["reason"] and "\n" not in report["reason"]
+        assert report["seconds"] < LIMIT_SECONDS
