@@ -1,4 +1,4 @@
-"""The command line: `copus fit | profile | config`.
+"""The command line: `copus fit | profile | export | config`.
 
 Each command first *prepares*: it reads and checks everything that it was given, and refuses it with one line
 on standard error and exit status 2. Only then does it *run*, which launches processes. Nothing heavy is
@@ -19,6 +19,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "fit": "train a model, letting its batch and layout follow what is measured",
     "profile": "measure throughput and memory of every layout, micro-batch and accumulation",
+    "export": "turn a checkpoint into a Hugging Face folder",
     "config": "print the commented default configuration, or a file with overrides applied",
 }
 
@@ -60,6 +61,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, purpose in _COMMANDS.items():
         command = commands.add_parser(name, help=purpose, description=f"{purpose[0].upper()}{purpose[1:]}.")
+        if name == "export":
+            importlib.import_module("copus_lightning.cli.export").add_arguments(command)
+            continue
         command.add_argument("--config", metavar="FILE", required=name != "config", help="YAML file")
         if name == "profile":
             command.add_argument(
@@ -70,7 +74,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for word in rest:  # overrides that stand before an option
         if word.startswith("-"):
             parser.error(f"unknown option {word}")
-    arguments.overrides += rest
+    if rest and arguments.command == "export":
+        parser.error(f"unexpected word {rest[0]}")
+    arguments.overrides = [*getattr(arguments, "overrides", []), *rest]
     return arguments
 
 

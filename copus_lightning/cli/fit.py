@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from copus_lightning.callbacks import CopusCallback
 from copus_lightning.cli.building import build_datasets, build_loggers
+from copus_lightning.cli.checkpoints import check_model, find_resume, saved_configuration
 from copus_lightning.cli.launch import Place, is_first_rank, launched, leave, make_fabric, set_threads
 from copus_lightning.cli.measuring import describe_hardware, describe_model, layouts_to_measure, measure
 from copus_lightning.cli.training import Training
@@ -31,12 +32,14 @@ class Ready:
         place: Its ranks.
         datasets: For training and validation.
         profile: On the first rank, if there is one.
+        resume: The checkpoint to go on from, if there is one; the first rank's word counts.
     """
 
     config: Config
     place: Place
     datasets: tuple[TokenDataset, TokenDataset]
     profile: Profile | None
+    resume: Path | None
 
 
 def prepare(arguments: Namespace) -> Ready:
@@ -48,13 +51,12 @@ def prepare(arguments: Namespace) -> Ready:
     config = load(arguments.config, arguments.overrides)
     place = Place.of(config.run)
     config.check_world_size(place.world_size)
-    if importlib.util.find_spec("copus_lightning.callbacks.preemption") is None:
-        for key in ("resume", "checkpoint_every_tokens"):
-            if getattr(config.run, key) is not None:
-                raise ConfigError(f"run.{key}: checkpoints are not part of this version: set run.{key}=null")
     set_threads(place)
     datasets = build_datasets(config.data)
     fingerprint = describe_model(config, place)
+    resume = find_resume(config)
+    if resume is not None:
+        check_model(resume, fingerprint)
     profile = None
     if is_first_rank():
         check_vocabulary(datasets[0], config.model.vocab_size)
@@ -62,14 +64,14 @@ def prepare(arguments: Namespace) -> Ready:
             profile = Profile.load(config.profile_path)
             profile.check(fingerprint, describe_hardware(place), place.world_size)
         if profile is not None or config.copus.policy != "copus":
-            start(config, place, profile)
+            start(config, place, profile, resume)
         try:
             Path(config.run.run_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"run.run_dir: {config.run.run_dir} cannot be made ({error.strerror})"
             ) from None
-    return Ready(config, place, datasets, profile)
+    return Ready(config, place, datasets, profile, resume)
 
 
 def run(ready: Ready) -> int:
@@ -80,7 +82,8 @@ def run(ready: Ready) -> int:
     fabric = make_fabric(config, place, Configuration(layout, layout.data, 1))
     with launched(fabric):
         started = time.perf_counter()
-        profile: Profile | None = fabric.broadcast(ready.profile)  # the first rank's word
+        profile: Profile | None
+        profile, resume = fabric.broadcast((ready.profile, ready.resume))  # the first rank's word
         if profile is None and config.copus.policy == "copus":
             profile = measure(config, place, fabric)
             if fabric.is_global_zero:
@@ -88,18 +91,20 @@ def run(ready: Ready) -> int:
                 print(profile.table())
         profiling_seconds = time.perf_counter() - started
         try:
-            configuration, copus = start(config, place, profile)
+            configuration, copus = start(config, place, profile, resume)
         except ValueError as error:  # the same on all ranks: what was measured rules the start out
-            if fabric.is_global_zero:
-                print(f"copus: {' '.join(str(error).split())}", file=sys.stderr)
-            leave()
-            return 2
+            return refuse(error, fabric)
         if fabric.is_global_zero:
-            set_aside(Path(config.run.run_dir))
+            if resume is None:
+                set_aside(Path(config.run.run_dir))
             (Path(config.run.run_dir) / "config.yaml").write_text(render(config), encoding="utf-8")
         fabric = make_fabric(config, place, configuration, [copus], build_loggers(config))
         fabric.launch()  # joins the ranks that are there
-        training = Training(config, fabric, copus, ready.datasets)
+        try:
+            training = Training(config, fabric, copus, ready.datasets, resume)
+        except (ValueError, KeyError) as error:  # the same on all ranks: the checkpoint is damaged
+            fabric.strategy.teardown()
+            return refuse(error, fabric)
         training.run()
         if fabric.is_global_zero:
             training.close(profiling_seconds)
@@ -108,14 +113,28 @@ def run(ready: Ready) -> int:
     return 0
 
 
-def start(config: Config, place: Place, profile: Profile | None) -> tuple[Configuration, CopusCallback]:
+def refuse(error: ValueError | KeyError, fabric: Any) -> int:
+    """Says why the run cannot begin, and ends the WORLD group."""
+    if fabric.is_global_zero:
+        print(f"copus: {' '.join(str(error.args[0]).split())}", file=sys.stderr)
+    leave()
+    return 2
+
+
+def start(
+    config: Config, place: Place, profile: Profile | None, resume: Path | None = None
+) -> tuple[Configuration, CopusCallback]:
     """Where the run begins, and the callback that moves it from there.
+
+    A run that is resumed by the same number of ranks, and chooses its layout itself, goes on where it was.
 
     Raises:
         ValueError: The profile does not hold what the run needs; one line with the fix.
     """
     copus = config.copus
     configuration = first_configuration(config, place, profile)
+    if resume is not None and copus.policy == "copus" and copus.allow_layout:
+        configuration = saved_configuration(resume, place.world_size) or configuration
     callback = CopusCallback(
         profile=profile,
         global_batch_sizes=copus.global_batch_sizes,

@@ -51,7 +51,7 @@ def profile_bar(shown: bool) -> Iterator[Callable[[Configuration, int, int], Non
         bar.update(task, completed=done, total=total, description=str(configuration))
         layout = str(configuration.layout)
         if lines and layout not in layouts:
-            print(f"profiling {layout} ({done} of {total} points are done)", flush=True)
+            print(f"profiling {layout} ({done} of {total} steps are done)", flush=True)
         layouts.add(layout)
 
     with bar:
@@ -125,6 +125,11 @@ class RunView:
         """After a validation."""
         if self.shown:
             self._line(row, f"validation loss {val_loss:.3f}  training {row['loss']:.3f}")
+
+    def note(self, row: Mapping[str, Any], text: str) -> None:
+        """Anything else worth a line."""
+        if self.shown:
+            self._line(row, text)
 
     def _line(self, row: Mapping[str, Any], text: str) -> None:
         self._bar.console.print(f"{row['seconds']:7.1f} s  {row['tokens']:>11,} tokens  {text}", markup=False)

@@ -11,7 +11,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Subset
 
 from copus_lightning.callbacks import CopusCallback
+from copus_lightning.callbacks.preemption import Preemption
 from copus_lightning.cli.building import build_model, build_optimizer
+from copus_lightning.cli.checkpoints import Keeper
 from copus_lightning.cli.progress import RunView
 from copus_lightning.config import Config
 from copus_lightning.core.records import read_events
@@ -26,10 +28,11 @@ class Training:
         fabric: Launched, with `copus` among its callbacks.
         copus: Measures, decides, switches and records.
         datasets: For training and validation.
+        resume: The checkpoint to go on from, or None.
 
     Attributes:
         val_loss: Of the last validation, nats per target token.
-        ended_by: `max_tokens`, `max_seconds` or `target_loss`, once the run has ended.
+        ended_by: `max_tokens`, `max_seconds`, `target_loss` or `preemption`, once the run has ended.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Training:
         fabric: Any,
         copus: CopusCallback,
         datasets: tuple[TokenDataset, TokenDataset],
+        resume: Path | None = None,
     ) -> None:
         self.config, self.fabric, self.copus = config, fabric, copus
         self.run_dir = Path(config.run.run_dir)
@@ -57,6 +61,9 @@ class Training:
         self.ended_by: str | None = None
         self.view = RunView(config, fabric.is_global_zero)
         self._clock = _SharedClock(fabric, copus)
+        self.keeper = Keeper(config, fabric.is_global_zero)
+        if resume is not None:
+            self._load(resume)
 
     def _training_loader(self) -> DataLoader:
         workers = self.config.data.num_workers
@@ -89,12 +96,13 @@ class Training:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Trains until a limit is reached."""
+        """Trains until a limit is reached, or until SIGTERM asks to save and leave."""
         run, controller = self.config.run, self.copus.controller
         batches = self._batches()
-        next_validation = run.validate_every_tokens
+        next_validation = (controller.tokens // run.validate_every_tokens + 1) * run.validate_every_tokens
         validated_at = -1
-        with self.view:
+        with self.view, Preemption(self.fabric.strategy.session) as preemption:
+            self.ended_by = self._limit() if controller.step else None
             while self.ended_by is None:
                 self._step(next(batches))
                 if controller.tokens >= next_validation:
@@ -104,8 +112,17 @@ class Training:
                         validated_at // run.validate_every_tokens + 1
                     ) * run.validate_every_tokens
                 self.ended_by = self._limit()
+                if self.ended_by is None and preemption.requested():
+                    self.ended_by = "preemption"
+                elif self.keeper.due(controller.tokens) and self.ended_by is None:
+                    self._save_if_possible()
+            if self.ended_by == "preemption":
+                self._save()
+                return
             if validated_at != controller.tokens:
                 self._validate()
+            if run.checkpoint_every_tokens is not None:
+                self._save()
 
     def _batches(self) -> Iterator[Any]:
         """Without end; the wait for them is booked as such."""
@@ -146,6 +163,55 @@ class Training:
             logger.log_metrics({"copus/val_loss": self.val_loss}, step=self.copus.controller.step)
         self.view.validated(self.copus.last_row, self.val_loss)
 
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds, besides the batch, the place in the data and the random generators."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "copus": self.copus,
+            "val_loss": self.val_loss,
+            "last_row": self.copus.last_row,
+        }
+
+    def _save(self) -> None:
+        path = self.keeper.path(self.copus.controller.step)
+        self.fabric.save(path, self._state)
+        self._event("checkpoint", path=str(path))
+        self.keeper.remove_old()
+
+    def _save_if_possible(self) -> None:
+        """A disk that is full does not end the run: the checkpoint before is there."""
+        from copus_lightning.engine.checkpoint import CheckpointFailed
+
+        try:
+            self._save()
+        except CheckpointFailed as error:
+            self._event("checkpoint_failed", reason=error.reason)
+            self.view.note(self.copus.last_row, error.reason)
+
+    def _load(self, path: Path) -> None:
+        state, session, controller = self._state, self.fabric.strategy.session, self.copus.controller
+        chosen = session.configuration
+        self.fabric.load(path, state)
+        self.val_loss, self.copus.last_row = state["val_loss"], state["last_row"]
+        if self.config.copus.policy == "static" and session.configuration != chosen:
+            # Then the word of the configuration file counts, not that of the checkpoint.
+            session.switch(chosen)
+            controller.applied(chosen)
+            session.learning_rate_factor = controller.learning_rate_factor
+        self.keeper.start_at(controller.tokens)
+        self._event("resumed", path=str(path), **session.configuration.to_dict())
+        self.view.note(self.copus.last_row, f"goes on from {path} in {session.configuration}")
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        controller, recorder = self.copus.controller, self.copus.recorder
+        if recorder is not None:
+            recorder.event(kind, step=controller.step, tokens=controller.tokens, **fields)
+
     # -- limits ----------------------------------------------------------------------------------------------
 
     def _limit(self) -> str | None:
@@ -176,7 +242,8 @@ class Training:
         from copus_lightning.plots import draw_run
 
         entropy = None
-        if self.config.data.kind != "tokens":  # which may be too large to read as a whole
+        preempted = self.ended_by == "preemption"  # there may be seconds left only
+        if not preempted and self.config.data.kind != "tokens":  # which may be too large to read as a whole
             entropy = unigram_entropy(self.val_data)
         summary = {
             **self.copus.summary(),
@@ -194,6 +261,9 @@ class Training:
         recorder.summary(summary)
         for logger in self.fabric.loggers:
             logger.finalize("success")
+        if preempted:
+            self.view.note(self.copus.last_row, "pre-empted: go on with run.resume=auto")
+            return
         drawn = draw_run(self.run_dir, self.config.copus.critical_batch_coefficient)
         self.view.summary(summary, self.run_dir, drawn)
 

@@ -134,7 +134,9 @@ def load_entries(
             if name is not None and saved[kind] != name:
                 what = f"saved its {kind} as {saved[kind]!r}" if saved[kind] else f"holds no {kind}"
                 raise KeyError(f"the state has the {kind} as {name!r}, but {path} {what}")
-        missing = [n for n in state if n not in names.values() and n not in manifest.labels.get("entries", [])]
+        missing = [
+            n for n in state if n not in names.values() and n not in manifest.labels.get("entries", [])
+        ]
         if strict and missing:
             raise KeyError(
                 f"the state has a key {missing[0]!r} that {path} does not hold: leave it out or pass strict=False"

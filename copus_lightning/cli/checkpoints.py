@@ -1,0 +1,95 @@
+"""Checkpoints of `copus fit`: which one to go on from, when to write one, and which to keep."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from copus_lightning.config import Config, ConfigError
+from copus_lightning.core.layout import Configuration
+from copus_lightning.engine.checkpoint_format import Manifest, newest, resolve
+
+KEPT = 2
+"""Should the last one turn out to be damaged, there is the one before."""
+
+
+def directory(config: Config) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.run.run_dir) / "checkpoints"
+
+
+def find_resume(config: Config) -> Path | None:
+    """The checkpoint to go on from, or None to start anew.
+
+    Raises:
+        ConfigError: `run.resume` names none.
+    """
+    if config.run.resume is None:
+        return None
+    if config.run.resume == "auto":
+        return newest(directory(config))
+    try:
+        Manifest.read(resolve(config.run.resume))
+    except ValueError as error:
+        raise ConfigError(f"run.resume: {error}") from None
+    return Path(config.run.resume)
+
+
+def check_model(path: Path, fingerprint: dict[str, Any]) -> None:
+    """Refuses a checkpoint of another model before anything is launched.
+
+    Raises:
+        ConfigError: One line that names what differs.
+    """
+    for name, value in Manifest.read(resolve(path)).model["fingerprint"].items():
+        if fingerprint.get(name) != value:
+            raise ConfigError(
+                f"run.resume: {path} is of another model, its {name} is {value} and not {fingerprint.get(name)}:"
+                " set model as it was, or run.resume=null"
+            )
+
+
+def saved_configuration(path: Path, world_size: int) -> Configuration | None:
+    """What the saved run was in; None if it had another number of ranks."""
+    training = Manifest.read(resolve(path)).training
+    same = training["world_size"] == world_size
+    return Configuration.from_dict(training["configuration"]) if same else None
+
+
+class Keeper:
+    """Decides when a checkpoint is due, names it, and removes old ones.
+
+    Args:
+        config: The run.
+        is_first_rank: Removes; other ranks do not.
+    """
+
+    def __init__(self, config: Config, is_first_rank: bool) -> None:
+        self.every_tokens = config.run.checkpoint_every_tokens
+        self.directory = directory(config)
+        self.is_first_rank = is_first_rank
+        self._next = self.every_tokens
+
+    def start_at(self, tokens: int) -> None:
+        """Counts from here."""
+        if self.every_tokens is not None:
+            self._next = (tokens // self.every_tokens + 1) * self.every_tokens
+
+    def due(self, tokens: int) -> bool:
+        """Whether to write one now."""
+        if self._next is None or tokens < self._next:
+            return False
+        self.start_at(tokens)
+        return True
+
+    def path(self, step: int) -> Path:
+        """Of the checkpoint after so many steps."""
+        return self.directory / f"step-{step:08d}"
+
+    def remove_old(self) -> None:
+        """Keeps the last two. First rank, once the last one is complete."""
+        if not self.is_first_rank:
+            return
+        for path in sorted(self.directory.glob("step-*"))[:-KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
