@@ -51,9 +51,11 @@ def profile_engine(
     """Runs every layout with every micro-batch and accumulation, on random token ids.
 
     Each layout is entered once, beginning with the one that is alive, so there are as few switches as can be.
-    A step is forward, backward and update, from a moment at which all ranks meet; the slowest rank counts,
-    and of the repeats the median. The learning rate is 0: the update does all its work, and the weights stay
-    where random tokens would drive them away. Collective; the engine ends in the last layout.
+    Within a layout all points are measured in turn, round after round, since a change of micro-batch costs
+    nothing: what slows the machine for a while then touches one repeat of each point, not all of one, and the
+    median leaves it out. A step is forward, backward and update, from a moment at which all ranks meet; the
+    slowest rank counts. The learning rate is 0: the update does all its work, and the weights stay where random
+    tokens would drive them away. Collective; the engine ends in the last layout.
 
     Args:
         engine: It must raise `OutOfMemory` rather than halve the micro-batch by itself.
@@ -63,54 +65,82 @@ def profile_engine(
         micro_batch_sizes: Samples per forward and backward of a data rank. When one runs out of memory, the
             larger ones are not tried in that layout.
         accumulations: Micro-batches per optimizer step and data rank.
-        repeats: Timed steps per point.
-        warmup_steps: Untimed steps before them.
-        progress: Called on all ranks before each point.
+        repeats: Timed rounds.
+        warmup_steps: Untimed rounds before them.
+        progress: Called on all ranks before each step.
     """
     wanted = dict.fromkeys(layouts)
     order = sorted(wanted, key=lambda layout: layout != engine.layout)
     micro_batch_sizes, accumulations = sorted(set(micro_batch_sizes)), sorted(set(accumulations))
-    bench = _Bench(engine, vocab_size, sequence_length, repeats, warmup_steps)
-    n_points = len(order) * len(micro_batch_sizes) * len(accumulations)
+    bench = _Bench(engine, vocab_size, sequence_length)
+    n_points, n_rounds = len(micro_batch_sizes) * len(accumulations), warmup_steps + repeats
     found = Measured()
-    for at_layout, layout in enumerate(order):
-        refusal: str | None = None  # of every micro-batch from here on
-        for at_micro, micro in enumerate(micro_batch_sizes):
-            points = []
-            done = (at_layout * len(micro_batch_sizes) + at_micro) * len(accumulations)
-            for at, accumulation in enumerate(accumulations):
-                configuration = Configuration(layout, layout.data * micro * accumulation, micro)
-                if refusal is None and progress is not None:
-                    progress(configuration, done + at, n_points)
+    done = 0
+    for layout in order:
+        # Small micro-batches first: what runs out of memory then spares the larger ones.
+        points = [
+            Configuration(layout, layout.data * micro * accumulation, micro)
+            for micro in micro_batch_sizes
+            for accumulation in accumulations
+        ]
+        seconds: dict[Configuration, list[float]] = {point: [] for point in points}
+        peaks = dict.fromkeys(points, 0.0)
+        refused: dict[int, str] = {}
+        for round_number in range(n_rounds):
+            for point in points:
+                done += 1
+                if point.micro_batch_size in refused:
+                    continue
+                if progress is not None:
+                    progress(point, done - 1, len(order) * n_rounds * n_points)
                 try:
-                    if refusal is None:
-                        points.append(bench.measure(configuration))
+                    step_seconds, peak_bytes = bench.step(point)
                 except (OutOfMemory, SwitchFailed) as failure:
-                    refusal = failure.reason
-                    # More micro-batches in flight take more memory: what ran before is of no use to a run.
-                    points = []
-            found.measurements += points
-            if not points:
-                assert refusal is not None
-                found.infeasible.append(Infeasible(layout, micro, refusal))
-                refusal = f"larger than micro-batch {micro}, which cannot run"
+                    refused |= _refusals(micro_batch_sizes, point.micro_batch_size, failure)
+                    continue
+                peaks[point] = max(peaks[point], peak_bytes)
+                if round_number >= warmup_steps:
+                    seconds[point].append(step_seconds)
+        found.infeasible += [Infeasible(layout, micro, reason) for micro, reason in refused.items()]
+        for point in points:
+            # With more micro-batches in flight it takes more memory: then the points that ran are of no use.
+            if point.micro_batch_size not in refused:
+                *slowest, peak_bytes = bench.slowest([*seconds[point], peaks[point]])
+                found.measurements.append(
+                    Measurement(
+                        layout,
+                        point.micro_batch_size,
+                        point.accumulation,
+                        statistics.median(slowest),
+                        round(peak_bytes),
+                    )
+                )
     if bench.switches:
         found.switch_seconds = statistics.median(bench.slowest(bench.switches))
     return found
 
 
+def _refusals(
+    micro_batch_sizes: list[int], failed: int, failure: OutOfMemory | SwitchFailed
+) -> dict[int, str]:
+    """Which micro-batches are not to be tried any more, with the reason."""
+    larger = f"larger than micro-batch {failed}, which ran out of memory"
+    if isinstance(failure, SwitchFailed):  # the layout cannot be entered at all
+        larger = failure.reason
+    return {
+        micro: failure.reason if micro == failed else larger for micro in micro_batch_sizes if micro >= failed
+    }
+
+
 class _Bench:
-    def __init__(
-        self, engine: Engine, vocab_size: int, sequence_length: int, repeats: int, warmup_steps: int
-    ) -> None:
+    def __init__(self, engine: Engine, vocab_size: int, sequence_length: int) -> None:
         self.engine, self.device = engine, engine.device
         self.vocab_size, self.sequence_length = vocab_size, sequence_length
-        self.repeats, self.warmup_steps = repeats, warmup_steps
         self.switches: list[float] = []
         self._meeting = torch.zeros(1, device=self.device)
 
-    def measure(self, configuration: Configuration) -> Measurement:
-        """One point; all ranks get the same."""
+    def step(self, configuration: Configuration) -> tuple[float, float]:
+        """Seconds and peak memory, in bytes, of one step on this rank; enters the configuration before it."""
         report = self.engine.switch(configuration)
         if report.layout_changed:
             self.switches.append(report.total_seconds)
@@ -119,26 +149,14 @@ class _Bench:
         shape = (configuration.data_rank_batch_size, self.sequence_length)
         batch = {"input_ids": torch.randint(self.vocab_size, shape, generator=generator)}
         with _peak_memory(self.device) as peak:
-            for _ in range(self.warmup_steps):
-                self._step(batch)
-            seconds = [self._step(batch) for _ in range(self.repeats)]
-        *seconds, peak_bytes = self.slowest([*seconds, *peak])
-        return Measurement(
-            configuration.layout,
-            configuration.micro_batch_size,
-            configuration.accumulation,
-            statistics.median(seconds),
-            round(peak_bytes),
-        )
-
-    def _step(self, batch: dict[str, torch.Tensor]) -> float:
-        dist.all_reduce(self._meeting)
-        self._synchronise()
-        started = time.perf_counter()
-        self.engine.step(batch)
-        self.engine.update(learning_rate_factor=0.0)
-        self._synchronise()
-        return time.perf_counter() - started
+            dist.all_reduce(self._meeting)
+            self._synchronise()
+            started = time.perf_counter()
+            self.engine.step(batch)
+            self.engine.update(learning_rate_factor=0.0)
+            self._synchronise()
+            seconds = time.perf_counter() - started
+        return seconds, peak[0]
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -160,7 +178,6 @@ def _peak_memory(device: torch.device) -> Iterator[list[float]]:
     """
     peak: list[float] = []
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
         peak.append(torch.cuda.max_memory_allocated(device))
