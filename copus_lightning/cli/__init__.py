@@ -11,6 +11,7 @@ import argparse
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if _speaks():
             print(f"copus: {' '.join(str(error).split())}", file=sys.stderr)
+        else:
+            time.sleep(2)  # the launcher ends all ranks once one leaves: the first has to have spoken
         return 2
     try:
         return command.run(ready)

@@ -161,7 +161,8 @@ class RunView:
         entropy = summary["unigram_entropy"]
         if entropy is not None:
             gain = entropy - summary["final_val_loss"]
-            lines[-1] += f", {gain:.3f} below the unigram entropy of {entropy:.3f}"
+            where_to = "below" if gain > 0 else "above"
+            lines[-1] += f", {abs(gain):.3f} {where_to} the unigram entropy of {entropy:.3f}"
         lines.append(f"records and {len(drawn)} plots in {run_dir}")
         self.console.print("\n".join(lines), markup=False)
 
