@@ -51,6 +51,8 @@ class Agreement:
             RankLost: A rank did not answer within the time-out.
         """
         self._calls += 1
+        if self._group is None:  # a rank was lost already: without a group the WORLD's would be taken
+            self._roll_call(phase, failure)
         flag = torch.tensor([failure is not None], dtype=torch.int32)
         try:
             dist.all_reduce(flag, group=self._group)

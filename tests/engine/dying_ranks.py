@@ -24,6 +24,8 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 from copus_lightning.core.layout import Configuration, Layout
+from copus_lightning.engine import checkpoint_format
+from copus_lightning.engine.checkpoint import Checkpointer
 from copus_lightning.engine.engine import Engine, EngineSettings
 from engine import tiny
 
@@ -31,7 +33,7 @@ WORLD_SIZE, TIMEOUT_SECONDS, LIMIT_SECONDS = 4, 8.0, 60.0
 
 
 def run_rank(rank: int, phase: str, victim: int, folder: Path) -> dict[str, Any]:
-    """Trains, switches and dies or tells how the end came."""
+    """Trains, switches or saves, and dies or tells how the end came."""
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
     store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
@@ -46,6 +48,10 @@ def run_rank(rank: int, phase: str, victim: int, folder: Path) -> dict[str, Any]
         torch.device("cpu"),
     )
     tiny.train(engine, [tiny.make_batch()])
+    saves = phase.startswith("save")
+    checkpointer, path = Checkpointer(engine), folder / "checkpoints" / "last"
+    if saves:
+        checkpointer.save(path, labels={"number": 1})
 
     def fault(name: str) -> None:
         if name == phase and rank == victim:
@@ -55,6 +61,8 @@ def run_rank(rank: int, phase: str, victim: int, folder: Path) -> dict[str, Any]
     started = time.monotonic()
     try:
         tiny.train(engine, [tiny.make_batch()])
+        if saves:
+            checkpointer.save(path, labels={"number": 2})
         engine.switch(Configuration(Layout(1, 2, 2), tiny.N_SAMPLES, 2))
         for _ in range(3):
             tiny.train(engine, [tiny.make_batch()])
@@ -94,9 +102,21 @@ def scenario(phase: str, victim: int) -> dict[str, Any]:
             for r in range(WORLD_SIZE)
             if (folder / f"{r}.json").exists()
         }
-        return {"victim": victim, "hung": sorted(children[c] for c in hung), "reports": reports}
+        whole = checkpoint_format.newest(folder / "checkpoints")
+        number = None
+        if whole is not None:
+            read = checkpoint_format.resolve(whole)
+            manifest = checkpoint_format.Manifest.read(read)
+            checkpoint_format.check_files(read, manifest)
+            number = manifest.labels["number"]
+        return {
+            "victim": victim,
+            "hung": sorted(children[c] for c in hung),
+            "reports": reports,
+            "checkpoint": number,
+        }
 
 
 if __name__ == "__main__":
-    wanted = [argument.split(":") for argument in sys.argv[1:]]
+    wanted = [argument.rsplit(":", 1) for argument in sys.argv[1:]]
     print(json.dumps({phase: scenario(phase, int(victim)) for phase, victim in wanted}))

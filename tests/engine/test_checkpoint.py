@@ -7,9 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -402,67 +399,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_run_goes_on(world: W
     assert "rank 0 failed in phase 'save: stage'" in by_rank[0][5]
     assert "holds files that are not a checkpoint: choose another path" in by_rank[0][6]
     assert len(by_rank[0]) == 7
-
-
-SCRIPT = """
-import os, signal, sys
-import torch.distributed as dist
-from engine import tiny
-from copus_lightning.core.layout import Layout
-from copus_lightning.engine.checkpoint import Checkpointer
-from copus_lightning.engine.failures import RankLost
-
-store, path, rank, phase = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-with tiny.running(Layout(pipeline=2), tiny.TIED, micro_batch_size=4, timeout_seconds=60) as engine:
-    checkpointer = Checkpointer(engine)
-    tiny.train(engine, [tiny.make_batch()])
-    checkpointer.save(path, {"number": 1})
-    def kill(now):
-        if now == phase and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-    engine.fault = kill
-    try:
-        checkpointer.save(path, {"number": 2})
-    except RankLost as error:
-        print(error.reason, flush=True)
-        os._exit(7)
-"""
-
-
-def load_alone(path: str) -> dict[str, Any]:
-    with running(Layout(), TIED, micro_batch_size=8) as (engine, checkpointer):
-        state = checkpointer.load(path)
-        tiny.train(engine, batches(0, 1))
-        return state
-
-
-def test_kill_9_of_a_rank_while_saving_leaves_the_one_before(world: World, tmp_path: Path) -> None:
-    path = tmp_path / "run" / "checkpoint"
-    here = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{here}:{here.parent}", "DS_ACCELERATOR": "cpu"}
-    environment["OMP_NUM_THREADS"] = "1"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), str(path), str(rank), "save: describe"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said, _ = ranks[0].communicate(timeout=180)
-        assert ranks[0].returncode == 7
-        assert "rank 1 stopped answering in phase" in said
-        assert ranks[1].wait(timeout=10) == -signal.SIGKILL
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
-    assert (path.parent / ".checkpoint.saving").is_dir(), "it was killed in the middle"
-    assert newest(path.parent) == path
-    assert world.run(load_alone, str(path), ranks=1) == [{"number": 1}]
 
 
 # -- while training goes on --------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ SCENARIOS = {
     "build": 3,
     "exchange": 1,
     "load": 0,
+    "save: describe": 2,
+    "save: between": 0,
 }
 """Where the rank dies, and which."""
 
@@ -52,3 +54,8 @@ def test_survivors_end_and_name_the_rank(outcomes: dict[str, Any], phase: str) -
         assert report["error"] == "RankLost", report
         assert f"rank {victim} stopped answering" in report["reason"] and "\n" not in report["reason"]
         assert report["seconds"] < LIMIT_SECONDS
+
+
+def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(outcomes: dict[str, Any]) -> None:
+    found = {phase: outcome["checkpoint"] for phase, outcome in outcomes.items() if phase.startswith("save")}
+    assert found == {"save: describe": 1, "save: between": 1}
