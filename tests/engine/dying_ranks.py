@@ -6,6 +6,7 @@ so a world costs a second instead of ten. Prints one JSON object: by scenario, w
 
 from __future__ import annotations
 
+# ruff: noqa: E402
 import json
 import os
 import signal
