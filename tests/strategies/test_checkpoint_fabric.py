@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader
 from world import World
 
 from copus_lightning import Configuration, CopusCallback, CopusStrategy, Layout
+from copus_lightning.callbacks.preemption import Preemption
 from copus_lightning.data.sampler import GlobalOrder
 from copus_lightning.engine.checkpoint_format import Manifest, newest
 from copus_lightning.strategies.checkpoints import fitting
@@ -312,3 +315,21 @@ def test_a_saved_batch_is_taken_over_as_far_as_it_divides() -> None:
         present = Configuration(layout, 2 * layout.data * present_micro, present_micro)
         found = fitting(saved, present)
         assert (found.global_batch_size, found.micro_batch_size) == expected
+
+
+def asked_to_leave() -> list[bool]:
+    """What every rank hears before and after one of them gets SIGTERM, and that the handler goes again."""
+    before = signal.getsignal(signal.SIGTERM)
+    with script("dp2-tp1-pp1") as run:
+        with Preemption(run.fabric.strategy.session) as preemption:
+            answers = [preemption.requested()]
+            if run.fabric.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.train(1)
+            answers += [preemption.requested(), preemption.received]
+        answers.append(signal.getsignal(signal.SIGTERM) is before)
+    return answers
+
+
+def test_a_signal_to_one_rank_is_heard_by_all_after_the_same_step(world: World) -> None:
+    assert world.run(asked_to_leave, ranks=2) == [[False, True, False, True], [False, True, True, True]]
