@@ -16,7 +16,7 @@ from copus_lightning.cli.launch import Place, is_first_rank, launched, leave, ma
 from copus_lightning.cli.measuring import describe_hardware, describe_model, layouts_to_measure, measure
 from copus_lightning.cli.training import Training
 from copus_lightning.config import Config, ConfigError, load, render
-from copus_lightning.core.layout import Configuration, enumerate_layouts
+from copus_lightning.core.layout import Configuration
 from copus_lightning.core.profile import Profile
 from copus_lightning.data import TokenDataset, check_vocabulary
 
@@ -161,18 +161,18 @@ def start(
 
 
 def first_configuration(config: Config, place: Place, profile: Profile | None) -> Configuration:
-    """As the configuration says; where it leaves the layout open, the first that the profile found to run."""
-    parallel = config.parallel
-    if parallel.layout is None and profile is not None:
-        micro = parallel.micro_batch_size
-        runs = [
-            c for c in profile.configurations([parallel.global_batch_size]) if c.micro_batch_size == micro
-        ]
-        for layout in enumerate_layouts(place.world_size, config.model.shape()):
-            for configuration in runs:
-                if configuration.layout == layout:
-                    return configuration
-    return config.first_configuration(place.world_size)
+    """As the configuration says; a layout that it leaves open is the fastest of the profile."""
+    first = config.first_configuration(place.world_size)
+    if config.parallel.layout is not None or profile is None:
+        return first
+    measured = [
+        configuration
+        for configuration in profile.configurations([first.global_batch_size])
+        if configuration.micro_batch_size == first.micro_batch_size
+        # With one micro-batch per step the noise scale could not be measured.
+        and configuration.layout.data * configuration.accumulation >= 2
+    ]
+    return max(measured, key=profile.throughput, default=first)
 
 
 def set_aside(run_dir: Path) -> None:
