@@ -143,7 +143,7 @@ class Checkpointer:
     ) -> tuple[Path, list[Any] | None, dict[int, dict[str, Any]]]:
         """Where to write, on rank 0 the random generators of all ranks, and the optimizer's step counts."""
         engine = self.engine
-        target = files.absolute(self._from_first(os.fspath(path)))
+        target = Path(self._from_first(str(files.absolute(path))))
         everyone: list[Any] | None = [None] * engine.world_size if engine.rank == 0 else None
         dist.gather_object(generators.capture(engine.device), everyone, dst=0, group=self._group)
         return target, everyone, engine.assembler.gather_scalars(self._live) if optimizer else {}
@@ -199,7 +199,7 @@ class Checkpointer:
         """
         self.wait()
         self._between_steps("loaded")
-        path = self._agreed("load: path", lambda: self._from_first(os.fspath(path)))
+        path = self._agreed("load: path", lambda: self._from_first(os.path.abspath(path)))
 
         def checked() -> tuple[Path, Manifest, dict[str, Any]]:
             self.engine.fault("load: check")

@@ -333,3 +333,38 @@ def asked_to_leave() -> list[bool]:
 
 def test_a_signal_to_one_rank_is_heard_by_all_after_the_same_step(world: World) -> None:
     assert world.run(asked_to_leave, ranks=2) == [[False, True, False, True], [False, True, True, True]]
+
+
+def as_documented(folder: str, block: str) -> tuple[int, int, bool]:
+    """Runs the script of the documentation twice, which gets SIGTERM after three steps each."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for _ in range(2):
+            with script("dp2-tp1-pp1") as run:
+
+                def batches(run: Script = run) -> Iterator[Any]:
+                    for number, batch in enumerate(run.loader):
+                        if number == 2 and run.fabric.global_rank == 0:
+                            os.kill(os.getpid(), signal.SIGTERM)
+                        yield batch
+
+                names = {
+                    "fabric": run.fabric,
+                    "model": run.model,
+                    "optimizer": run.optimizer,
+                    "scheduler": run.scheduler,
+                    "copus": run.callback,
+                    "loader": batches(),
+                }
+                exec(block, names)
+        last = newest("checkpoints")
+        return names["state"]["step"], run.callback.controller.step, last == Path("checkpoints/step-00000006")
+    finally:
+        os.chdir(before)
+
+
+def test_the_documented_script_saves_when_asked_to_leave_and_goes_on(world: World, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    block = text.split("```python\n")[1].split("```")[0]
+    assert world.run(as_documented, str(tmp_path), block, ranks=2) == [(6, 6, True)] * 2
