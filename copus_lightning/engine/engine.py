@@ -257,9 +257,10 @@ class Engine:
         live.engine.on_micro_batch = self._on_micro_batch(measured)
         try:
             loss = live.engine.forward_backward(batches)
+            weighted = probe.detach() if measured else None
         finally:
             live.engine.on_micro_batch = None
-            weighted = probe.detach() if measured else None
+            probe.abandon()
 
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         if at.tensor == 0 and at.pipeline == self.layout.pipeline - 1:

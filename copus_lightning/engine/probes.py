@@ -149,9 +149,7 @@ class MicroBatchProbe:
     def detach(self) -> torch.Tensor:
         """Stops watching; returns this rank's share of ``Σ_k b_k·|g_k|²``, 0-d fp64."""
         started = time.perf_counter()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.abandon()
         assert self._total is not None
         total = self._total
         if self.tied is not None:
@@ -159,6 +157,12 @@ class MicroBatchProbe:
         self._rows = []
         self.seconds += time.perf_counter() - started
         return total
+
+    def abandon(self) -> None:
+        """Stops watching a step that failed; does nothing after :meth:`detach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def _cross_terms(self, device: torch.device) -> torch.Tensor:
         """``Σ_k 2·<embedding part, head part>·W²/b_k``, on the first stage; 0 on the last.
