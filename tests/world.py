@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -40,6 +41,12 @@ START_SECONDS = 300.0
 
 GRACE_SECONDS = 5.0
 """How long other ranks may go on after one has failed, before they are taken to wait for it."""
+
+PRELOAD = (
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.bf16_optimizer",
+    "transformers.models.llama.modeling_llama",
+)
 
 
 class WorldError(RuntimeError):
@@ -64,7 +71,7 @@ class World:
         preload: Modules that the processes import when they start, so that no test's time limit covers it.
     """
 
-    def __init__(self, size: int = 4, preload: tuple[str, ...] = ("deepspeed", "transformers")) -> None:
+    def __init__(self, size: int = 4, preload: tuple[str, ...] = PRELOAD) -> None:
         self.size, self.preload = size, preload
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -231,6 +238,7 @@ def _serve(
         torch.set_num_threads(1)
         for module in preload:
             importlib.import_module(module)
+        gc.freeze()  # what was imported is for ever: collecting garbage need not walk through it
         store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
         answer = pickle.dumps((True, None))
     except Exception as error:

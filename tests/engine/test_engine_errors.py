@@ -64,7 +64,8 @@ class NoPlan(nn.Module):
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=32))
+    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
 
 
 def frozen() -> nn.Module:
@@ -127,7 +128,6 @@ def refused_constructions() -> dict[str, tuple[str, list[str]]]:
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
 
         def construct(layout: Layout = layout, model: Any = model, optimizer: Any = optimizer) -> None:
-            # Each rank has one sample; under two ranks the world has too many.
             with tiny.running(layout, model=model, optimizer=optimizer):
                 pass
 
@@ -215,13 +215,12 @@ class Poison(NamedTuple):
 
 
 ATTENTION, NORM = "self_attn.k_proj.weight", "input_layernorm.weight"
+# The second tensor rank's copy of a norm's weight is one that no rank counts in the global norm.
 POISONS = [
     Poison(DP4, UNTIED, 2, NORM, math.nan, {"zero_stage": 1}),
     Poison(DP4, TIED, 3, "embed_tokens.weight", math.inf, {"zero_stage": 0, "gradient_clip_norm": 0.1}),
-    Poison(Layout(2, 2, 1), UNTIED, 1, ATTENTION, math.inf, {"zero_stage": 1}),
     Poison(Layout(2, 2, 1), UNTIED, 3, NORM, math.nan, {"zero_stage": 0}),
     Poison(Layout(1, 2, 2), TIED, 3, "embed_tokens.weight", -math.inf, {"zero_stage": 1}),
-    Poison(Layout(1, 2, 2), TIED, 3, NORM, math.inf, {"zero_stage": 1}),
     Poison(PP4, TIED, 0, ATTENTION, math.nan, {"zero_stage": 1, "dtype": torch.bfloat16}),
 ]
 
@@ -240,10 +239,11 @@ def poisoned_steps(poisons: list[Poison]) -> list[Survived]:
     found = []
     batches = [tiny.make_batch("uneven", seed) for seed in range(3)]
     for layout, model, rank, ending, value, settings in poisons:
-        with tiny.running(layout, model, micro_batch_size=2, **settings) as engine:
+        micro = N_SAMPLES // layout.data // (2 if layout.pipeline > 1 else 1)
+        with tiny.running(layout, model, micro_batch_size=micro, **settings) as engine:
             tiny.train(engine, [batches[0], batches[2]])
             expected = tiny.state(engine)
-        with tiny.running(layout, model, micro_batch_size=2, **settings) as engine:
+        with tiny.running(layout, model, micro_batch_size=micro, **settings) as engine:
             tiny.train(engine, batches[:1])
             before = tiny.state(engine)
             hooks = []

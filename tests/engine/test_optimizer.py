@@ -187,9 +187,12 @@ def switched(kinds: list[str], zero_stage: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_schedulers_and_changed_groups_act_over_switches(world: World, zero_stage: int) -> None:
-    kinds = ["momentum", "amsgrad", "NAdam", "RMSprop", "Adagrad"]
+@pytest.mark.parametrize(
+    ("zero_stage", "kinds"), [(0, ["amsgrad", "NAdam"]), (1, ["momentum", "RMSprop", "Adagrad"])]
+)
+def test_schedulers_and_changed_groups_act_over_switches(
+    world: World, zero_stage: int, kinds: list[str]
+) -> None:
     for found in world.run(switched, kinds, zero_stage):
         for kind, error in zip(kinds, found, strict=True):
             assert error < 1e-4, kind

@@ -114,7 +114,7 @@ def resources_by_round(n_rounds: int, cache_groups: bool) -> list[Resources]:
 
 @pytest.mark.parametrize("cache_groups", [True, False], ids=["kept", "released"])
 def test_groups_threads_and_descriptors_stay_constant(world: World, cache_groups: bool) -> None:
-    for rank, found in enumerate(world.run(resources_by_round, 5, cache_groups)):
+    for rank, found in enumerate(world.run(resources_by_round, 4, cache_groups)):
         assert len(set(found[2:])) == 1, f"rank {rank}: {found}"
 
 
