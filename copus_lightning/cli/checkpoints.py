@@ -91,5 +91,13 @@ class Keeper:
         """Keeps the last two. First rank, once the last one is complete."""
         if not self.is_first_rank:
             return
-        for path in sorted(self.directory.glob("step-*"))[:-KEPT]:
+        # By age: a run that was taken back to an earlier checkpoint still has later steps of another course.
+        for path in sorted(self.directory.glob("step-*"), key=_saved_at)[:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _saved_at(path: Path) -> float:
+    try:
+        return Manifest.read(path).saved_at
+    except ValueError:
+        return 0.0

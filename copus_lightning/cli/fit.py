@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from argparse import Namespace
@@ -20,7 +21,7 @@ from copus_lightning.core.layout import Configuration
 from copus_lightning.core.profile import Profile
 from copus_lightning.data import TokenDataset, check_vocabulary
 
-RECORDS = ("config.yaml", "metrics.csv", "events.jsonl", "summary.json", "*.png")
+RECORDS = ("config.yaml", "metrics.csv", "events.jsonl", "summary.json", "*.png", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,6 @@ def start(
     """
     copus = config.copus
     configuration = first_configuration(config, place, profile)
-    if resume is not None and copus.policy == "copus" and copus.allow_layout:
-        configuration = saved_configuration(resume, place.world_size) or configuration
     callback = CopusCallback(
         profile=profile,
         global_batch_sizes=copus.global_batch_sizes,
@@ -156,6 +155,12 @@ def start(
         run_dir=config.run.run_dir,
         log_every_steps=config.run.log_every_steps,
     )
+    if resume is not None and copus.policy == "copus" and copus.allow_layout:
+        saved = saved_configuration(resume, place.world_size)
+        with contextlib.suppress(ValueError):  # a profile measured since may not have it
+            if saved is not None:
+                callback.policy.check(saved)
+                configuration = saved
     callback.policy.check(configuration)
     return configuration, callback
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
@@ -38,7 +39,7 @@ class Writing:
 
     def __init__(self, engine: Engine, path: Path, chunks: list[Chunk]) -> None:
         self.rank, self.world_size, self.fault = engine.rank, engine.world_size, engine.fault
-        self.path, self.chunks = path, chunks
+        self.path, self.chunks, self.device = path, chunks, engine.device
         self.state: io.BytesIO | None = None
         self.manifest: Manifest | None = None
         self.failure: Failure | None = None
@@ -75,6 +76,8 @@ class Writing:
     def _run(self, log: bool = False) -> None:
         alone = False
         try:
+            if self.device.type == "cuda":  # a thread of its own would look at the first one
+                torch.cuda.set_device(self.device)
             self._write()
         except CheckpointException as error:  # the same on all ranks, with what each of them met
             rank, (cause, _) = next(iter(error.failures.items()))

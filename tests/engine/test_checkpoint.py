@@ -80,6 +80,7 @@ def saved_and_loaded(
     return found
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "model", "dtype", "zero_stage", "targets"),
     [
