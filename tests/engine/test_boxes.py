@@ -33,7 +33,9 @@ def random_map(seed: int, zero_stage: int) -> StateMap:
         for name in "abc":
             shape = tuple(draw.randint(3, 6) for _ in range(draw.randint(1, 4)))
             shard_dim = draw.choice([None, *range(len(shape))])
-            tensors.append(LogicalTensor(f"{layer}.{name}", shape, shard_dim, layer, group=draw.randint(0, 1)))
+            tensors.append(
+                LogicalTensor(f"{layer}.{name}", shape, shard_dim, layer, group=draw.randint(0, 1))
+            )
     return StateMap(tuple(tensors), 3, zero_stage)
 
 
