@@ -357,16 +357,28 @@ class Assembler:
         return batches
 
     def gather(self, live: Live, key: str) -> dict[str, torch.Tensor]:
-        """Whole tensors of one state key or of the gradient, on every rank."""
+        """Whole tensors of one state key or of the gradient, on every rank, where a param group keeps it.
+
+        Raises:
+            ValueError: No param group keeps such a state, or there is none yet.
+        """
         gradients = live.optimizer.gradients() if key == "gradient" else {}
         # One buffer for all, for one reduction; what no rank has would stay infinite.
-        tensors = self.state_map.tensors
+        keys = [("gradient", *live.optimizer.keys(group)) for group in range(len(self.handle.schemas))]
+        tensors = [t for t in self.state_map.tensors if key in keys[t.group]]
+        if not tensors:
+            known = ", ".join(dict.fromkeys(k for kept in keys for k in kept))
+            raise ValueError(f"there is no state {key!r}: choose among {known}")
+        if key not in ("gradient", MASTER) and not self.gather_scalars(live):
+            raise ValueError(f"there is no state {key!r} before the first optimizer step")
         flat = torch.full((sum(t.numel for t in tensors),), -torch.inf)
         parts = flat.split([t.numel for t in tensors])
         whole = {t.name: part.view(t.matrix_shape) for t, part in zip(tensors, parts, strict=True)}
         tensor_rank = live.layout.coordinates(self.rank).tensor
         for piece in live.pieces:
             tensor = self.state_map.tensors[piece.tensor]
+            if tensor.name not in whole:
+                continue
             low, high = tensor.shard_columns(live.layout.tensor, tensor_rank)
             if key == "gradient":
                 mine = gradients[tensor.name].detach().reshape(-1)[piece.flat_start : piece.flat_stop]
