@@ -160,6 +160,8 @@ def misuse() -> tuple[dict[str, str], list[str]]:
         mine = tiny.share(engine, batches[0])
         one, three = tiny.rows(mine, 0, 1), {k: torch.cat([v, v[:1]]) for k, v in mine.items()}
         lines["update first"] = message(RuntimeError, engine.update)
+        lines["no moment yet"] = message(ValueError, lambda: engine.gather("exp_avg"))
+        lines["no such state"] = message(ValueError, lambda: engine.gather("momentum"))
         lines["too small"] = message(ValueError, lambda: engine.step(one))
         lines["too large"] = message(ValueError, lambda: engine.step(three))
         tiny.train(engine, batches[:1])
@@ -189,6 +191,8 @@ def test_misuse_is_named_and_costs_no_step(world: World) -> None:
             "before the model" in lines["update first"]
             and "before the model" in lines["update after discard"]
         )
+        assert "before the first optimizer step" in lines["no moment yet"]
+        assert "'momentum': choose among gradient, master, exp_avg, exp_avg_sq" in lines["no such state"]
         assert (
             "the batch has 1 samples" in lines["too small"] and "takes 2 per data rank" in lines["too small"]
         )

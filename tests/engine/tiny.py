@@ -197,6 +197,8 @@ def gathered(engine: Engine, key: str = "master") -> dict[str, torch.Tensor]:
     gradients = live.optimizer.gradients() if key == "gradient" else {}
     for piece in live.pieces:
         name = live.name(piece)
+        if name not in whole:
+            continue
         shard = _shard(engine, piece.tensor, whole[name])[piece.flat_start : piece.flat_stop]
         if key == "gradient":
             mine = gradients[name].detach().reshape(-1)[piece.flat_start : piece.flat_stop]
