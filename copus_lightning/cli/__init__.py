@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; those of the process if None.
 
     Returns:
-        Exit status: 0, 2 for input that was refused before anything was launched, 130 after an interrupt.
+        Exit status: 0, 1 after a failure that all ranks agreed on, 2 for input that was refused before anything
+        was launched, 130 after an interrupt.
     """
     try:
         arguments = _parse(sys.argv[1:] if argv is None else list(argv))
@@ -57,6 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.run(ready)
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:
+        from copus_lightning.cli.launch import is_first_rank
+        from copus_lightning.engine.failures import CollectiveError
+
+        if not isinstance(error, CollectiveError):
+            raise
+        # One rank speaks for all: the first, or each of the others if the first is lost.
+        if is_first_rank() or error.reason.startswith(("rank 0 stopped", "ranks 0,")):
+            print(f"copus: {error.reason}", file=sys.stderr)
+        return 1
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -13,7 +13,15 @@ from typing import Any
 from copus_lightning.callbacks import CopusCallback
 from copus_lightning.cli.building import build_datasets, build_loggers
 from copus_lightning.cli.checkpoints import check_model, find_resume, saved_configuration
-from copus_lightning.cli.launch import Place, is_first_rank, launched, leave, make_fabric, set_threads
+from copus_lightning.cli.launch import (
+    Place,
+    is_first_rank,
+    launched,
+    leave,
+    make_fabric,
+    name_lost_rank,
+    set_threads,
+)
 from copus_lightning.cli.measuring import describe_hardware, describe_model, layouts_to_measure, measure
 from copus_lightning.cli.training import Training
 from copus_lightning.config import Config, ConfigError, load, render
@@ -106,7 +114,11 @@ def run(ready: Ready) -> int:
         except (ValueError, KeyError) as error:  # the same on all ranks: the checkpoint is damaged
             fabric.strategy.teardown()
             return refuse(error, fabric)
-        training.run()
+        try:
+            training.run()
+        except RuntimeError as error:
+            name_lost_rank(error, fabric)
+            raise
         if fabric.is_global_zero:
             training.close(profiling_seconds)
         fabric.strategy.teardown()

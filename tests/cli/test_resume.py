@@ -1,15 +1,19 @@
-"""`copus fit` that is pre-empted and goes on, and `copus export` of what it left."""
+"""`copus fit` that is pre-empted or loses a rank and goes on, and `copus export` of what it left."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from copus_lightning.cli import main
@@ -26,6 +30,18 @@ run: {run_dir: run, accelerator: cpu, devices: 2, max_tokens: 100_000_000, valid
 parallel: {layout: dp1-tp1-pp2, global_batch_size: 4}
 copus: {policy: ramp, ramp: "0:4 1500:8", global_batch_sizes: [4, 8], decide_every_tokens: 100}
 """
+
+LOST = """
+model: {hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4,
+        num_key_value_heads: 2, vocab_size: 257}
+data: {kind: bytes, sequence_length: 32}
+schedule: {kind: constant, warmup_tokens: 500}
+run: {accelerator: cpu, devices: 2, max_tokens: 12_400, validation_batches: 1, loggers: [],
+      checkpoint_every_tokens: 2480, resume: auto}
+parallel: {layout: dp2-tp1-pp1, global_batch_size: 4, timeout_seconds: 30}
+copus: {policy: static}
+"""
+"""100 steps of 4 samples, with a checkpoint after every 20."""
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +138,60 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_launched(
         message = capsys.readouterr().err
         assert words in message and message.count("\n") == 1
     assert Manifest.read(checkpoint).training["world_size"] == 2
+
+
+def test_a_run_that_loses_a_rank_says_so_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(LOST)
+    command = [sys.executable, "-m", "copus_lightning.cli", "fit", "--config", "tiny.yaml"]
+
+    def to_its_end(run_dir: str) -> str:
+        done = subprocess.run(
+            [*command, f"run.run_dir={run_dir}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    process = subprocess.Popen(
+        [*command, "run.run_dir=run"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    children: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 120
+        while (saved := newest(tmp_path / "run/checkpoints")) is None or len(
+            read_metrics(tmp_path / "run")
+        ) < int(saved.name.removeprefix("step-")) + 10:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        (second,) = [child for child in children if child.environ().get("LOCAL_RANK") == "1"]
+        second.kill()
+        lost_at = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        ending_seconds = time.monotonic() - lost_at
+    finally:
+        process.kill()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    assert process.returncode == 1 and ending_seconds < 30, (process.returncode, ending_seconds)
+    (line,) = errors.splitlines()
+    assert line.startswith("copus: rank 1 stopped answering") and "run.resume=auto" in line
+    assert len(read_metrics(tmp_path / "run")) < 100, "it was lost in the middle"
+    saved = newest(tmp_path / "run/checkpoints")
+
+    assert saved is not None and f"goes on from run/checkpoints/{saved.name} in" in to_its_end("run")
+    to_its_end("uninterrupted")
+    rows, expected = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "uninterrupted")
+    assert len(read_metrics(tmp_path / "run", every_row=True)) > 100, "some steps were made again"
+    for found in (rows, expected):
+        assert [row["step"] for row in found] == list(range(1, 101))
+        assert [row["samples"] for row in found] == list(range(4, 401, 4))
+    losses = [row["loss"] for row in expected]
+    moves = [abs(a - b) for a, b in itertools.pairwise(losses)]
+    assert statistics.median(moves) > 1e-2, "other samples would show"
+    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-4)
