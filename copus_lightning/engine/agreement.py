@@ -91,7 +91,7 @@ class Agreement:
     def _roll_call(self, phase: str, failure: Failure | None) -> None:
         """Finds out who does not answer, and says so on every rank that does."""
         self.close()  # wakes those who still wait for this rank in it
-        wait = min(ROLL_CALL_SECONDS, self.timeout_seconds)
+        wait = min(ROLL_CALL_SECONDS, self.timeout_seconds / 3)
         call = f"{self._calls}"
         try:
             self._store.set(f"{call}/{self.rank}", "here")
