@@ -11,6 +11,10 @@ c. DeepSpeed's own way: save, convert to its universal format, start new process
 d. the physical bound: the bytes that the busiest rank must receive, over the bandwidth measured between ranks.
 
 Every figure is seconds until training goes on; ratios are what to read, since all four share the machine.
+
+From stages to replicas under ZeRO-0 every rank must receive the state of all stages but its own: the change that
+moves most. (Under ZeRO-1 the same change moves almost nothing, since a rank's partition of the flat state is nearly
+its stage; that is measured too, as `zero1`.) DeepSpeed's universal format needs ZeRO-1, so that is what it gets.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-LAYOUTS = {2: ("dp2-tp1-pp1", "dp1-tp1-pp2"), 4: ("dp4-tp1-pp1", "dp1-tp2-pp2")}
+LAYOUTS = {2: ("dp1-tp1-pp2", "dp2-tp1-pp1"), 4: ("dp1-tp1-pp4", "dp4-tp1-pp1")}
 HERE = Path(__file__).resolve().parent
 
 
@@ -100,6 +104,7 @@ def measure(options: argparse.Namespace, source: str, target: str, folder: Path)
         "source": source,
         "target": target,
         "folder": str(folder),
+        "zero_stage": 0,
         "repeats": options.repeats,
     }
     (folder / "job.json").write_text(json.dumps(job))
@@ -107,6 +112,9 @@ def measure(options: argparse.Namespace, source: str, target: str, folder: Path)
 
     launch("ours", options.ranks, at)
     ours = json.loads((folder / "ours.json").read_text())
+    (folder / "job1.json").write_text(json.dumps({**job, "zero_stage": 1}))
+    launch("ours", options.ranks, str(folder / "job1.json"))
+    zero1 = json.loads((folder / "ours.json").read_text())
 
     launch("save", options.ranks, at)
     saved = json.loads((folder / "save.json").read_text())
@@ -164,6 +172,7 @@ def measure(options: argparse.Namespace, source: str, target: str, folder: Path)
         },
         "checkpoint_parts": {"save": saved["seconds"], "start_load_first_step": restart},
         "host_peak_over_state": ours["host_peak_over_state"],
+        "zero1": {"pause": zero1["warm"]["pause"], "bytes_moved": zero1["bytes_moved"]},
     }
 
 
@@ -178,6 +187,7 @@ def report(result: dict[str, Any]) -> None:
         print(f"  {name:26s} {result[name]:9.2f} x the bound")
     moved, least = result["bytes_moved"], result["bytes_lower_bound"]
     print(f"  moved {moved / 1e6:.1f} MB, lower bound {least / 1e6:.1f} MB")
+    print(f"  under ZeRO-1: {result['zero1']['pause']:.3f} s, {result['zero1']['bytes_moved'] / 1e6:.3f} MB")
     print("  breakdown:", {k: round(v, 4) for k, v in result["breakdown"].items()})
 
 

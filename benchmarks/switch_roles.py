@@ -127,13 +127,13 @@ def measure_bandwidth() -> float:
 
 def save(job: dict[str, Any]) -> None:
     """Way b, first half."""
-    from copus_lightning.engine.checkpoint import save_checkpoint
+    from copus_lightning.engine.checkpoint import Checkpointer
 
     engine = make_engine(job, job["source"])
     step(engine)
     dist.barrier()
     started = time.perf_counter()
-    save_checkpoint(engine, Path(job["folder"], "checkpoint"))
+    Checkpointer(engine).save(Path(job["folder"], "checkpoint"), {})
     dist.barrier()
     write(job, "save", {"seconds": time.perf_counter() - started})
     engine.close()
@@ -141,10 +141,10 @@ def save(job: dict[str, Any]) -> None:
 
 def resume(job: dict[str, Any]) -> None:
     """Way b, second half."""
-    from copus_lightning.engine.checkpoint import load_checkpoint
+    from copus_lightning.engine.checkpoint import Checkpointer
 
     engine = make_engine(job, job["target"])
-    load_checkpoint(engine, Path(job["folder"], "checkpoint"))
+    Checkpointer(engine).load(Path(job["folder"], "checkpoint"))
     step(engine)
     engine.close()
 
