@@ -20,18 +20,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from copus_lightning import CopusCallback, CopusStrategy  # copus
 from copus_lightning.data.corpus import byte_corpus
 
-SEQUENCE_LENGTH = 128
+SEQUENCE_LENGTH = 32
 
 
-def build_model(hidden_size: int = 256) -> LlamaForCausalLM:
+def build_model(hidden_size: int = 384) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=257,
         hidden_size=hidden_size,
-        intermediate_size=688 * hidden_size // 256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        intermediate_size=1024 * hidden_size // 384,
+        num_hidden_layers=3,
+        num_attention_heads=8,
         num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE_LENGTH,
+        max_position_embeddings=128,
     )
     return LlamaForCausalLM(config)
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--max-steps", type=int, default=80)
-    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--run-dir", default="runs/fabric")
     parser.add_argument("--profile", help="measured throughput: the layout changes too")  # copus
     parser.add_argument("--layout", help="where to begin, like dp1-tp1-pp2")  # copus
@@ -51,7 +51,7 @@ def main() -> None:
         profile=args.profile,  # copus
         policy="copus" if args.profile else "critical_batch",  # copus
         global_batch_sizes=[4, 8, 16, 32],  # copus
-        decide_every_tokens=8_192,  # copus
+        decide_every_tokens=2_048,  # copus
         reference_batch_size=16,  # copus: at which the learning rate below was tuned
         run_dir=args.run_dir,  # copus
     )  # copus

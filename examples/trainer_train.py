@@ -21,20 +21,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from copus_lightning import CopusCallback, CopusTrainerStrategy  # copus
 from copus_lightning.data.corpus import byte_corpus
 
-SEQUENCE_LENGTH = 128
+SEQUENCE_LENGTH = 32
 
 
 class LanguageModel(L.LightningModule):
-    def __init__(self, hidden_size: int = 256) -> None:
+    def __init__(self, hidden_size: int = 384) -> None:
         super().__init__()
         config = LlamaConfig(
             vocab_size=257,
             hidden_size=hidden_size,
-            intermediate_size=688 * hidden_size // 256,
-            num_hidden_layers=4,
-            num_attention_heads=4,
+            intermediate_size=1024 * hidden_size // 384,
+            num_hidden_layers=3,
+            num_attention_heads=8,
             num_key_value_heads=2,
-            max_position_embeddings=SEQUENCE_LENGTH,
+            max_position_embeddings=128,
         )
         self.model = LlamaForCausalLM(config)
 
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--max-steps", type=int, default=80)
-    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--run-dir", default="runs/trainer")
     parser.add_argument("--profile", help="measured throughput: the layout changes too")  # copus
     parser.add_argument("--layout", help="where to begin, like dp1-tp1-pp2")  # copus
@@ -67,7 +67,7 @@ def main() -> None:
         profile=args.profile,  # copus
         policy="copus" if args.profile else "critical_batch",  # copus
         global_batch_sizes=[4, 8, 16, 32],  # copus
-        decide_every_tokens=8_192,  # copus
+        decide_every_tokens=2_048,  # copus
         reference_batch_size=16,  # copus: at which the learning rate above was tuned
         run_dir=args.run_dir,  # copus
     )  # copus

@@ -30,7 +30,7 @@ import torch
 from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.engine.exchange import ExchangePlan
 from copus_lightning.engine.failures import MEMORY, Failure, SwitchFailed, causes, describe
-from copus_lightning.engine.memory import PeakMemory
+from copus_lightning.engine.memory import PeakMemory, trim
 
 if TYPE_CHECKING:
     from copus_lightning.engine.assembly import Held, Live, Prepared
@@ -131,6 +131,7 @@ class Preparation:
             self.seconds["groups"] = time.perf_counter() - started
             started = time.perf_counter()
             engine.fault("prepare")
+            trim()  # what the switch before has freed
             self.plan = engine.assembler.plan(self.source_layout, self.target.layout)
             prepared = engine.assembler.prepare(groups)
             if engine.device.type == "cpu":  # where memory is not short; elsewhere two layouts must not meet

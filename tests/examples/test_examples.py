@@ -65,7 +65,7 @@ def fast_in_a_pipeline(model: Any) -> Profile:
     points = []
     for layout, seconds in ((Layout(data=2), 0.03), (Layout(pipeline=2), 0.01)):
         points += [Measurement(layout, 1, n, 0.01 + n * seconds) for n in (2, 4, 8)]
-    settings = {"precision": "float32", "zero_stage": 1, "sequence_length": 128}
+    settings = {"precision": "float32", "zero_stage": 1, "sequence_length": 32}
     return Profile(model=sizes | settings, hardware=hardware, world_size=2, measurements=points)
 
 
