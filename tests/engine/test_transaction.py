@@ -217,7 +217,7 @@ def many_switches(n: int) -> dict[str, list[int]]:
 
 
 def test_nothing_grows_over_200_switches(world: World) -> None:
-    world.run(many_switches, 24, timeout=120)  # first allocations of the process
+    world.run(many_switches, 60, timeout=120)  # until the allocator of the process has settled
     for rank, found in enumerate(world.run(many_switches, 200, timeout=300)):
         for name in ("groups", "threads", "descriptors"):
             early, late = found[name]
