@@ -84,6 +84,7 @@ def measure(config: Config, place: Place, fabric: Any) -> Profile:
             config.profiling.repeats,
             config.profiling.warmup_steps,
             progress,
+            largest_batch=max([config.parallel.global_batch_size, *config.copus.global_batch_sizes]),
         )
     profile = Profile(
         model=model_fingerprint(engine, config.data.sequence_length),

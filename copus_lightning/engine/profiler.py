@@ -47,8 +47,9 @@ def profile_engine(
     repeats: int,
     warmup_steps: int,
     progress: Progress | None = None,
+    largest_batch: int | None = None,
 ) -> Measured:
-    """Runs every layout with every micro-batch and accumulation, on random token ids.
+    """Runs every layout with every micro-batch and accumulation, on random token ids; see `points`.
 
     Each layout is entered once, beginning with the one that is alive, so there are as few switches as can be.
     Within a layout all points are measured in turn, round after round, since a change of micro-batch costs
@@ -68,31 +69,28 @@ def profile_engine(
         repeats: Timed rounds.
         warmup_steps: Untimed rounds before them.
         progress: Called on all ranks before each step.
+        largest_batch: Largest global batch that a run would use, samples; None measures all.
     """
     wanted = dict.fromkeys(layouts)
     order = sorted(wanted, key=lambda layout: layout != engine.layout)
-    micro_batch_sizes, accumulations = sorted(set(micro_batch_sizes)), sorted(set(accumulations))
+    micro_batch_sizes = sorted(set(micro_batch_sizes))
     bench = _Bench(engine, vocab_size, sequence_length)
-    n_points, n_rounds = len(micro_batch_sizes) * len(accumulations), warmup_steps + repeats
+    by_layout = {layout: points(layout, micro_batch_sizes, accumulations, largest_batch) for layout in order}
+    n_rounds = warmup_steps + repeats
+    n_steps = n_rounds * sum(map(len, by_layout.values()))
     found = Measured()
     done = 0
-    for layout in order:
-        # Small micro-batches first: what runs out of memory then spares the larger ones.
-        points = [
-            Configuration(layout, layout.data * micro * accumulation, micro)
-            for micro in micro_batch_sizes
-            for accumulation in accumulations
-        ]
-        seconds: dict[Configuration, list[float]] = {point: [] for point in points}
-        peaks = dict.fromkeys(points, 0.0)
+    for layout, its_points in by_layout.items():
+        seconds: dict[Configuration, list[float]] = {point: [] for point in its_points}
+        peaks = dict.fromkeys(its_points, 0.0)
         refused: dict[int, str] = {}
         for round_number in range(n_rounds):
-            for point in points:
+            for point in its_points:
                 done += 1
                 if point.micro_batch_size in refused:
                     continue
                 if progress is not None:
-                    progress(point, done - 1, len(order) * n_rounds * n_points)
+                    progress(point, done - 1, n_steps)
                 try:
                     step_seconds, peak_bytes = bench.step(point)
                 except (OutOfMemory, SwitchFailed) as failure:
@@ -102,7 +100,7 @@ def profile_engine(
                 if round_number >= warmup_steps:
                     seconds[point].append(step_seconds)
         found.infeasible += [Infeasible(layout, micro, reason) for micro, reason in refused.items()]
-        for point in points:
+        for point in its_points:
             # With more micro-batches in flight it takes more memory: then the points that ran are of no use.
             if point.micro_batch_size not in refused:
                 *slowest, peak_bytes = bench.slowest([*seconds[point], peaks[point]])
@@ -118,6 +116,28 @@ def profile_engine(
     if bench.switches:
         found.switch_seconds = statistics.median(bench.slowest(bench.switches))
     return found
+
+
+def points(
+    layout: Layout, micro_batch_sizes: Iterable[int], accumulations: Iterable[int], largest_batch: int | None
+) -> list[Configuration]:
+    """What is measured of a layout, small micro-batches first: what runs out of memory spares the larger ones.
+
+    Every micro-batch with every accumulation, but for what no run would be in, as long as others are left for a
+    fit: one micro-batch per step, where no noise scale can be measured (and where the stages of a pipeline never
+    work at the same time, which makes it faster than a fit to the others says), and batches beyond the largest.
+    """
+    chosen = []
+    for micro in sorted(set(micro_batch_sizes)):
+        counts = sorted(set(accumulations))
+        if len(counts) > 2 and layout.data * counts[0] == 1:
+            counts = counts[1:]
+        while (
+            len(counts) > 3 and largest_batch is not None and layout.data * micro * counts[-1] > largest_batch
+        ):
+            counts.pop()
+        chosen += [Configuration(layout, layout.data * micro * count, micro) for count in counts]
+    return chosen
 
 
 def _refusals(

@@ -80,7 +80,9 @@ def test_profile_measures_every_layout(profiled: tuple[Path, str]) -> None:
     profile = Profile.load(path)
     points = {(m.layout, m.micro_batch_size, m.accumulation) for m in profile.measurements}
     layouts = enumerate_layouts(2)
-    assert points == {(layout, micro, n) for layout in layouts for micro in (1, 2) for n in (1, 2, 4)}
+    # With one replica and one micro-batch no noise scale could be measured, so no run would be there.
+    counts = {layout: (1, 2, 4) if layout.data > 1 else (2, 4) for layout in layouts}
+    assert points == {(layout, micro, n) for layout in layouts for micro in (1, 2) for n in counts[layout]}
     assert all(m.peak_memory_bytes for m in profile.measurements) and not profile.infeasible
     assert profile.switch_seconds is not None and profile.switch_seconds > 0
     assert profile.model["sequence_length"] == 32 and profile.hardware["backend"] == "gloo"

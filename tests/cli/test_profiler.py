@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from copus_lightning.core.layout import Configuration, Layout, enumerate_layouts
 from copus_lightning.engine.failures import OutOfMemory, SwitchFailed
-from copus_lightning.engine.profiler import Measured, profile_engine
+from copus_lightning.engine.profiler import Measured, points, profile_engine
 
 LAYOUTS = enumerate_layouts(4)
 FIRST = Layout(pipeline=4)
@@ -77,17 +77,32 @@ def test_every_point_is_measured_with_as_few_switches_as_can_be() -> None:
     engine = PretendedEngine()
     seen: list[tuple[int, int]] = []
     found = profile(engine, progress=lambda configuration, done, total: seen.append((done, total)))
-    points = {(m.layout, m.micro_batch_size, m.accumulation) for m in found.measurements}
-    assert points == {(layout, micro, n) for layout in LAYOUTS for micro in (1, 2, 4) for n in (1, 2)}
-    assert len(found.measurements) == len(points) and not found.infeasible
+    measured = {(m.layout, m.micro_batch_size, m.accumulation) for m in found.measurements}
+    assert measured == {(layout, micro, n) for layout in LAYOUTS for micro in (1, 2, 4) for n in (1, 2)}
+    assert len(found.measurements) == len(measured) and not found.infeasible
     assert sorted([FIRST, *engine.visited]) == sorted(LAYOUTS)  # each once, without a switch into the first
     assert found.switch_seconds == 0.5
-    n_steps = len(points) * 4
+    n_steps = len(measured) * 4
     assert len(engine.steps) == n_steps and engine.rates == {0.0}
     assert seen == [(done, n_steps) for done in range(n_steps)]
     # Round after round: a point is not measured again before all others of its layout have been.
     assert engine.steps[:6] == engine.steps[6:12] and len(set(engine.steps[:6])) == 6
     assert all(m.step_seconds > 0 and (m.peak_memory_bytes or 0) > 2**20 for m in found.measurements)
+
+
+def test_points_that_no_run_would_be_in_are_left_out_while_three_remain() -> None:
+    def measured(layout: Layout, accumulations: list[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for point in points(layout, [4, 1], accumulations, largest_batch=16):
+            found.setdefault(point.micro_batch_size, []).append(point.accumulation)
+        return found
+
+    # One replica: one micro-batch per step is none for the noise scale.
+    assert measured(FIRST, [1, 2, 4, 8]) == {1: [2, 4, 8], 4: [2, 4, 8]}
+    assert measured(FIRST, [2, 1]) == {1: [1, 2], 4: [1, 2]}
+    # Beyond a batch of 16 nothing is used, but a fit with an error needs three points.
+    assert measured(Layout(data=2, pipeline=2), [1, 2, 4, 8]) == {1: [1, 2, 4, 8], 4: [1, 2, 4]}
+    assert measured(Layout(data=4), [1, 2, 3, 4, 5]) == {1: [1, 2, 3, 4], 4: [1, 2, 3]}
 
 
 def test_what_runs_out_of_memory_is_noted_and_larger_ones_are_not_tried() -> None:
