@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, source: str, target: str, folder: Path)
     launch("deepspeed-save", options.ranks, at)
     deepspeed_saved = json.loads((folder / "deepspeed-save.json").read_text())
     started = time.perf_counter()
-    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     convert += [
         "--input_folder",
         deepspeed_saved["checkpoint"],
