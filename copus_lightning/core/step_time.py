@@ -88,9 +88,10 @@ class LiveCorrection:
     The ratio is an exponential average of logarithms, `exp(sum_i w_i log r_i / sum_i w_i)` with `w` halving
     every `half_life_steps`: one hiccup then does not outweigh many steps, as in the median that was measured.
 
-    A pair that never ran here has no ratio of its own, and takes none from its layout's other micro-batches:
-    it is scaled by the geometric mean of the ratios of the pairs that did run, since what slows all of them
-    alike (a busy machine, the data loader) slows it too.
+    A pair that never ran here has no ratio of its own: it is scaled by that of the pair that runs now, since what
+    slows that one at present (a busy machine, the data loader) would slow any other too. Older ratios say nothing
+    of the present: with their mean, a machine that was busy while it was profiled would make the present pair look
+    better than all that it is compared with.
 
     Args:
         half_life_steps: Observed steps of a pair after which one of its steps counts half.
@@ -100,21 +101,21 @@ class LiveCorrection:
         if not half_life_steps > 0:
             raise ValueError(f"half_life_steps must be positive, got {half_life_steps!r}")
         self.half_life_steps = half_life_steps
-        self._sums: dict[Pair, tuple[float, float]] = {}  # decayed sum of log ratios, decayed number of them
+        # Decayed sum of log ratios, decayed number of them; the pair that ran last comes last.
+        self._sums: dict[Pair, tuple[float, float]] = {}
 
     def observe(self, pair: Pair, ratio: float) -> None:
         """Take in observed over fitted seconds of one step; both positive."""
         decay = 0.5 ** (1 / self.half_life_steps)
-        log_sum, weight = self._sums.get(pair, (0.0, 0.0))
+        log_sum, weight = self._sums.pop(pair, (0.0, 0.0))
         self._sums[pair] = (log_sum * decay + math.log(ratio), weight * decay + 1.0)
 
     def ratio(self, pair: Pair) -> float:
         """The factor on the fitted step time of `pair`; 1 before anything was observed."""
-        if pair in self._sums:
-            log_sum, weight = self._sums[pair]
-            return math.exp(log_sum / weight)
-        means = [log_sum / weight for log_sum, weight in self._sums.values()]
-        return math.exp(math.fsum(means) / len(means)) if means else 1.0
+        if not self._sums:
+            return 1.0
+        log_sum, weight = self._sums.get(pair) or self._sums[next(reversed(self._sums))]
+        return math.exp(log_sum / weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

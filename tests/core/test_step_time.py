@@ -66,7 +66,7 @@ def test_one_point_promises_nothing_from_more_accumulation() -> None:
 DP, PP = (Layout(data=2), 1), (Layout(pipeline=2), 1)
 
 
-def test_live_ratio_is_per_pair_and_a_pair_never_run_takes_the_geometric_mean() -> None:
+def test_live_ratio_is_per_pair_and_a_pair_never_run_takes_that_of_the_present_one() -> None:
     live = LiveCorrection(half_life_steps=10)
     assert live.ratio(DP) == 1.0
     live.observe(DP, 2.0)
@@ -76,7 +76,9 @@ def test_live_ratio_is_per_pair_and_a_pair_never_run_takes_the_geometric_mean() 
     assert live.ratio(DP) == pytest.approx(2.0)
     assert live.ratio(PP) == pytest.approx(0.5)
     # The same layout with another micro-batch inherits nothing from it.
-    assert live.ratio((Layout(data=2), 4)) == pytest.approx(1.0)
+    assert live.ratio((Layout(data=2), 4)) == pytest.approx(0.5)
+    live.observe(DP, 2.0)
+    assert live.ratio((Layout(data=2), 4)) == pytest.approx(2.0)
 
 
 def test_live_ratio_forgets_by_half_life_and_shrugs_at_a_hiccup() -> None:
