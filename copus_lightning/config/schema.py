@@ -161,7 +161,9 @@ class RunConfig:
 class ParallelConfig:
     """The configuration that the run starts in."""
 
-    layout: str | None = _entry(None, "parallel sizes, like dp4-tp1-pp2; null takes the fastest of the profile")
+    layout: str | None = _entry(
+        None, "parallel sizes, like dp4-tp1-pp2; null takes the fastest of the profile"
+    )
     global_batch_size: int = _entry(4, "samples per optimizer step", at_least=1)
     micro_batch_size: int = _entry(1, "samples per forward and backward of one data rank", at_least=1)
     zero_stage: int = _entry(
