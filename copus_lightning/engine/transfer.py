@@ -1,24 +1,32 @@
-"""Carries out an exchange plan between the ranks of the WORLD group.
+"""Carries out an exchange plan between the ranks of a layout.
 
-Pieces are packed per peer into one bounded buffer and sent rank to rank; what a rank keeps is copied locally.
-Peers meet in the rounds of a round-robin tournament, so that every rank talks to one other at a time and no
-cycle can form; a pair that has nothing to exchange skips its round without a word.
+Large pieces go straight from the old place to the new one, all posted at once; while they travel, a rank copies what
+it keeps. Small and strided pieces are packed per peer into one bounded buffer, filled and emptied while another part
+of it travels. There, peers meet in the rounds of a round-robin tournament, so that every rank talks to one other at a
+time and no cycle can form; a pair that has nothing to exchange skips its round without a word.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from copus_lightning.engine.exchange import ExchangePlan, Move, View
 
 DEFAULT_BUFFER_BYTES = 64 * 2**20
 LARGE = 64 * 2**10
-"""Elements from which on a piece travels as a message of its own."""
+"""Elements from which on a contiguous piece travels without the buffer."""
+SLOTS = 2
+"""Parts of the buffer for each direction: one travels while another is filled or emptied."""
+ELEMENT_BYTES = 4
+
+Message = list[torch.Tensor]
+"""Matrices that travel together, one after the other."""
 
 
 class Storages(NamedTuple):
@@ -31,6 +39,11 @@ class Storages(NamedTuple):
         storage = self.by_piece[view.piece][key]
         offset = storage.storage_offset() + view.offset
         return torch.as_strided(storage, shape, (view.stride, 1), offset)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(t.numel() * ELEMENT_BYTES for piece in self.by_piece for t in piece.values())
 
 
 def rounds(world_size: int, rank: int) -> Iterator[int]:
@@ -58,10 +71,12 @@ class Exchange:
         group: Group of all ranks over which pieces travel.
         device: Where the backend wants its buffers.
         buffer_bytes: Size of the buffer; half serves sending and half receiving.
+        staged: Some rank's pieces are not on its device, so all travel through the buffers. Alike on all ranks.
 
     Attributes:
         bytes_sent: Bytes that left this rank.
         bytes_received: Bytes that came from others.
+        tamper: Called with a copy of each message before it is sent. For tests.
     """
 
     def __init__(
@@ -73,21 +88,21 @@ class Exchange:
         group: ProcessGroup | None,
         device: torch.device,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        staged: bool = False,
     ) -> None:
         self.plan, self.source, self.target, self.keys = plan, source, target, keys
-        self.group, self.device = group, device
-        self.half = max(buffer_bytes // 8, 2) // 2 * 2  # fp32 elements in half a buffer, an even number
+        self.group, self.device, self.staged = group, device, staged
+        self.slot = max(buffer_bytes // (2 * SLOTS * ELEMENT_BYTES), 2) // 2 * 2  # elements, an even number
         self.bytes_sent = self.bytes_received = 0
         self.tamper: Callable[[torch.Tensor], None] | None = None
-        self._outgoing: torch.Tensor | None = None
-        self._incoming: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
+        self._sent: dict[int, list[torch.Tensor]] = {}
+        self._arrived: dict[int, list[torch.Tensor]] = {}
 
     @property
     def state_bytes(self) -> int:
         """The pieces on both sides and the buffer."""
-        sides = (self.source.by_piece, self.target.by_piece)
-        pieces = sum(t.numel() * 4 for side in sides for piece in side for t in piece.values())
-        return pieces + 8 * self.half
+        return self.source.nbytes + self.target.nbytes + 2 * SLOTS * self.slot * ELEMENT_BYTES
 
     @torch.no_grad()
     def run(self) -> None:
@@ -96,110 +111,161 @@ class Exchange:
         Raises:
             RuntimeError: What arrived has another checksum than what was sent.
         """
+        peers = list(rounds(dist.get_world_size(), self.plan.rank))
+        sends = {peer: self._messages(self.plan.sends.get(peer, []), self.source, "source") for peer in peers}
+        receives = {
+            peer: self._messages(self.plan.receives.get(peer, []), self.target, "target") for peer in peers
+        }
+        large = [self._post(peer, sends[peer][0], receives[peer][0]) for peer in peers]
+        self._keep()
+        for flight in large:
+            self._land(flight)
+        for peer in peers:
+            self._ferry(peer, sends[peer][1], receives[peer][1])
+        self._compare()
+
+    # -- what stays ----------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
         for move in self.plan.keeps:
             for key in self.keys[move.tensor]:
-                self.target.view(move.target, move.shape, key).copy_(
-                    self.source.view(move.source, move.shape, key)
-                )
-        for peer in rounds(dist.get_world_size(), self.plan.rank):
-            self._with_peer(peer)
+                mine = self.source.view(move.source, move.shape, key)
+                self.target.view(move.target, move.shape, key).copy_(mine, non_blocking=True)
 
-    def _with_peer(self, peer: int) -> None:
-        sends = list(self._chunks(self.plan.sends.get(peer, []), self.source, "source"))
-        receives = list(self._chunks(self.plan.receives.get(peer, []), self.target, "target"))
-        sent: list[torch.Tensor] = []
-        arrived: list[torch.Tensor] = []
-        for index in range(max(len(sends), len(receives))):
-            operations = []
-            if index < len(sends):
-                payload = self._pack(sends[index])
-                sent.append(_checksum(payload))
-                if self.tamper is not None:
-                    payload = payload.clone()
-                    self.tamper(payload)
-                operations.append(dist.P2POp(dist.isend, payload, peer, self.group))
-                self.bytes_sent += payload.numel() * 4
-            if index < len(receives):
-                incoming = self._landing(receives[index])
-                operations.append(dist.P2POp(dist.irecv, incoming, peer, self.group))
-                self.bytes_received += incoming.numel() * 4
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            if index < len(receives):
-                arrived.append(_checksum(incoming))
-                self._unpack(receives[index], incoming)
-        self._compare(peer, sent, arrived)
+    # -- what travels --------------------------------------------------------------------------------------------
 
-    def _compare(self, peer: int, sent: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
-        """Exchanges the checksums of all messages."""
-        operations = []
-        if sent:
-            operations.append(dist.P2POp(dist.isend, torch.stack(sent), peer, self.group))
-        if arrived:
-            mine = torch.stack(arrived)
-            theirs = torch.empty_like(mine)
-            operations.append(dist.P2POp(dist.irecv, theirs, peer, self.group))
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        if arrived and not torch.equal(mine, theirs):
-            raise RuntimeError(f"a piece of state from rank {peer} arrived corrupted (checksum)")
-
-    def _chunks(self, moves: Sequence[Move], storages: Storages, side: str) -> Iterator[list[torch.Tensor]]:
-        """Views in sending order, cut so that each chunk fits into half a buffer. Equal on both ends."""
-        chunk: list[torch.Tensor] = []
-        room = self.half
+    def _messages(
+        self, moves: Sequence[Move], storages: Storages, side: str
+    ) -> tuple[list[torch.Tensor], list[Message]]:
+        """Flat messages that need no buffer, and what is to be packed, each in parts of a slot; alike on both ends."""
+        large: list[torch.Tensor] = []
+        packed: list[Message] = []
+        room = 0
         for move in moves:
             for key in self.keys[move.tensor]:
-                for part in self._fitting(storages.view(getattr(move, side), move.shape, key)):
-                    if part.numel() >= LARGE:  # alone, so that it needs no packing where it is contiguous
-                        yield [part]
-                        continue
+                view = storages.view(getattr(move, side), move.shape, key)
+                if self._needs_no_buffer(move):
+                    large.extend(view.view(-1).split(self.slot))
+                    continue
+                for part in self._fitting(view):
                     if part.numel() > room:
-                        yield chunk
-                        chunk, room = [], self.half
-                    chunk.append(part)
+                        packed.append([])
+                        room = self.slot
+                    packed[-1].append(part)
                     room -= part.numel()
-        if chunk:
-            yield chunk
+        return large, packed
+
+    def _needs_no_buffer(self, move: Move) -> bool:
+        rows, columns = move.shape
+        contiguous = rows == 1 or move.source.stride == columns == move.target.stride
+        return contiguous and move.numel >= LARGE and not self.staged
 
     def _fitting(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A matrix in parts of at most half a buffer: blocks of rows, or parts of a row that is longer."""
+        """A matrix in parts of at most a slot: blocks of rows, or parts of a row that is longer."""
         columns = view.shape[1]
-        if columns > self.half:
+        if columns > self.slot:
             for row in view.split(1):
-                yield from row.split(self.half, dim=1)
+                yield from row.split(self.slot, dim=1)
         else:
-            yield from view.split(max(self.half // columns, 1))
+            yield from view.split(max(self.slot // columns, 1))
 
-    def _pack(self, views: list[torch.Tensor]) -> torch.Tensor:
-        """The views in one flat tensor: the storage itself where it is one contiguous piece on the right device."""
-        if len(views) == 1 and views[0].is_contiguous() and views[0].device == self.device:
-            return views[0].view(-1)
-        if self._outgoing is None:
-            self._outgoing = torch.empty(self.half, device=self.device)
+    def _post(self, peer: int, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> _Flight:
+        """Begins to send and to receive flat messages, and sums up what is sent while it travels."""
+        payloads = list(sends)
+        if self.tamper is not None:
+            payloads = [payload.clone() for payload in payloads]
+            for payload in payloads:
+                self.tamper(payload)
+        # Receives first: whoever waits for them in order has work to do while the rest travels.
+        operations = [dist.P2POp(dist.irecv, message, peer, self.group) for message in receives]
+        operations += [dist.P2POp(dist.isend, payload, peer, self.group) for payload in payloads]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.bytes_sent += sum(message.numel() for message in sends) * ELEMENT_BYTES
+        self.bytes_received += sum(message.numel() for message in receives) * ELEMENT_BYTES
+        return _Flight(peer, list(sends), payloads, list(receives), works)
+
+    def _land(self, flight: _Flight) -> None:
+        """Waits for the messages and sums up what was sent and what arrived."""
+        self._sent.setdefault(flight.peer, []).extend(_checksum(message) for message in flight.sends)
+        works = flight.works
+        if len(works) != len(flight.receives) + len(flight.payloads):  # one for all of them
+            for work in works:
+                work.wait()
+            works = []
+        arrived = self._arrived.setdefault(flight.peer, [])
+        for index, message in enumerate(flight.receives):
+            if works:
+                works[index].wait()
+            arrived.append(_checksum(message))
+        for work in works[len(flight.receives) :]:
+            work.wait()
+
+    def _ferry(self, peer: int, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Packs, sends, receives and unpacks: one message is on its way while its neighbours are handled."""
+        flying: deque[tuple[_Flight, Message]] = deque()
+        for index in range(max(len(sends), len(receives))):
+            outgoing, incoming = [], []
+            if index < len(sends):
+                outgoing = [self._pack(sends[index], index % SLOTS)]
+            if index < len(receives):
+                size = sum(view.numel() for view in receives[index])
+                incoming = [self._slot(SLOTS + index % SLOTS)[:size]]
+            views = receives[index] if incoming else []
+            flying.append((self._post(peer, outgoing, incoming), views))
+            if len(flying) == SLOTS:
+                self._unload(*flying.popleft())
+        while flying:
+            self._unload(*flying.popleft())
+
+    def _slot(self, number: int) -> torch.Tensor:
+        """One part of the buffer."""
+        if self._buffer is None:
+            self._buffer = torch.empty(2 * SLOTS, self.slot, device=self.device)
+        return self._buffer[number]
+
+    def _pack(self, views: Message, slot: int) -> torch.Tensor:
+        buffer, at = self._slot(slot), 0
+        for view in views:
+            buffer[at : at + view.numel()].view(view.shape).copy_(view, non_blocking=True)
+            at += view.numel()
+        return buffer[:at]
+
+    def _unload(self, flight: _Flight, views: Message) -> None:
+        self._land(flight)
         at = 0
         for view in views:
-            self._outgoing[at : at + view.numel()].view(view.shape).copy_(view)
+            message = flight.receives[0][at : at + view.numel()]
+            view.copy_(message.view(view.shape), non_blocking=True)
             at += view.numel()
-        return self._outgoing[:at]
 
-    def _landing(self, views: list[torch.Tensor]) -> torch.Tensor:
-        """Where a message arrives: in its place where that is one contiguous piece, else in the buffer."""
-        if len(views) == 1 and views[0].is_contiguous() and views[0].device == self.device:
-            return views[0].view(-1)
-        if self._incoming is None:
-            self._incoming = torch.empty(self.half, device=self.device)
-        return self._incoming[: sum(view.numel() for view in views)]
+    def _compare(self) -> None:
+        """Exchanges the checksums of all messages."""
+        operations: list[dist.P2POp] = []
+        senders, mine, theirs = [], [], []
+        for peer, sums in self._sent.items():
+            if sums:
+                operations.append(dist.P2POp(dist.isend, torch.stack(sums), peer, self.group))
+        for peer, sums in self._arrived.items():
+            if sums:
+                mine.append(torch.stack(sums))
+                theirs.append(torch.empty_like(mine[-1]))
+                operations.append(dist.P2POp(dist.irecv, theirs[-1], peer, self.group))
+                senders.append(peer)
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        for peer, here, there in zip(senders, mine, theirs, strict=True):
+            if not torch.equal(here, there):
+                raise RuntimeError(f"a piece of state from rank {peer} arrived corrupted (checksum)")
 
-    @staticmethod
-    def _unpack(views: list[torch.Tensor], message: torch.Tensor) -> None:
-        if len(views) == 1 and views[0].data_ptr() == message.data_ptr():
-            return
-        at = 0
-        for view in views:
-            view.copy_(message[at : at + view.numel()].view(view.shape))
-            at += view.numel()
+
+class _Flight(NamedTuple):
+    """Messages under way between this rank and a peer."""
+
+    peer: int
+    sends: list[torch.Tensor]
+    payloads: list[torch.Tensor]
+    receives: list[torch.Tensor]
+    works: list[Work]
 
 
 def _checksum(message: torch.Tensor) -> torch.Tensor:
