@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -61,7 +62,12 @@ class Processes:
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def connect_processes(self) -> None:
-        """Joins the WORLD group, which lives as long as the process."""
+        """Joins the WORLD group, which lives as long as the process.
+
+        Unless ``OMP_NUM_THREADS`` says otherwise, the cores are shared out among the ranks of this node before:
+        left alone, each rank would start a thread for every core.
+        """
+        _set_num_threads_if_needed(self.num_processes)
         self._set_world_ranks()
         backend = self.process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
