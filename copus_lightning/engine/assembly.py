@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from copus_lightning.core.layout import Layout
 from copus_lightning.engine.exchange import ExchangePlan, missing_elements, plan
 from copus_lightning.engine.groups import LayoutGroups
 from copus_lightning.engine.layers import vocabulary_cross_entropy
+from copus_lightning.engine.memory import Sizes
 from copus_lightning.engine.model import ModelDescription
 from copus_lightning.engine.optimizer import MASTER, OptimizerHandle, ShardOptimizer
 from copus_lightning.engine.pipeline import MicroBatch, StageEngine, reset_globals
 from copus_lightning.engine.probes import GradientNorms, MicroBatchProbe
 from copus_lightning.engine.state import LogicalTensor, Piece, StateMap
-from copus_lightning.engine.transfer import Exchange, Storages
+from copus_lightning.engine.transfer import Storages
 
 IGNORED = -100
 
@@ -100,15 +102,13 @@ class Live:
         norms = torch.stack(torch._foreach_norm(counted + others)).double()
         return norms[: len(counted)].square().sum() + 0.0 * norms[len(counted) :].sum()
 
-    def storages(self, with_state: bool) -> Storages:
-        """Flat fp32 storage of every piece: the master, and the optimizer's moments if there are any."""
+    def storages(self, keys: Collection[str]) -> Storages:
+        """Flat fp32 storage of every piece for some state keys: what its param group keeps of them, made if missing."""
+        kept = [[k for k in self.optimizer.handle.keys(p.group) if k in keys] for p in self.pieces]
         return Storages(
             [
-                {
-                    key: self.optimizer.storage(piece, self.name(piece), key)
-                    for key in (self.optimizer.keys(piece.group) if with_state else (MASTER,))
-                }
-                for piece in self.pieces
+                {key: self.optimizer.storage(piece, self.name(piece), key) for key in wanted}
+                for piece, wanted in zip(self.pieces, kept, strict=True)
             ]
         )
 
@@ -116,21 +116,6 @@ class Live:
         """Drops engine, hooks and references; groups are the cache's."""
         self.engine.deactivate()
         self.optimizer.close()
-
-
-@dataclass
-class Held:
-    """A rank's pieces of state, apart from any layout that is alive.
-
-    Attributes:
-        layout: The layout that the pieces are of.
-        storages: Flat fp32 storage of each piece, by state key.
-        scalars: Step counts by user group; empty before the first optimizer step.
-    """
-
-    layout: Layout
-    storages: Storages
-    scalars: dict[int, dict[str, Any]]
 
 
 @dataclass
@@ -212,7 +197,7 @@ class Assembler:
         live = Live(prepared.groups, engine, optimizer, self.state_map, tied, self.rank)
         live.loss_scale = live.loss_scale.to(self.device)
         live.norms.to(self.device)
-        live.storages(with_state)
+        live.storages(self.state_keys(with_state))
         prepared.live = live
 
     def materialise(self, prepared: Prepared, with_state: bool = False) -> Live:
@@ -242,7 +227,7 @@ class Assembler:
         self._release_originals(self.handle.optimizer)
         self._agree_on_weights()
         live = self.materialise(self.prepare(groups))
-        storages = live.storages(with_state=False)
+        storages = live.storages((MASTER,))
         for piece, storage in zip(live.pieces, storages.by_piece, strict=True):
             tensor = self.state_map.tensors[piece.tensor]
             whole = self.description.initial_weight(tensor)
@@ -273,37 +258,19 @@ class Assembler:
 
     # -- carrying state ----------------------------------------------------------------------------------------
 
-    def hold(self, live: Live, scalars: dict[int, dict[str, Any]], on_host: bool) -> Held:
-        """References to a layout's own pieces of state, which outlive it; with ``on_host`` copies off the device."""
-        storages = live.storages(with_state=bool(scalars))
-        if on_host and self.device.type != "cpu":
-            storages = Storages([{k: _to_host(v) for k, v in piece.items()} for piece in storages.by_piece])
-        return Held(live.layout, storages, scalars)
+    def state_keys(self, with_state: bool) -> tuple[str, ...]:
+        """Names of what is carried: the masters, and the moments if there are any."""
+        return self.handle.all_keys(with_state)
 
-    def restore(self, groups: LayoutGroups, held: Held) -> Live:
-        """The held layout again, from this rank's own pieces. Communicates only to gather low-precision weights."""
-        live = self.materialise(self.prepare(groups), bool(held.scalars))
-        for target, source in zip(
-            live.storages(bool(held.scalars)).by_piece, held.storages.by_piece, strict=True
-        ):
-            for key, value in source.items():
-                target[key].copy_(value)
-        self.settle(live, held.scalars)
-        return live
-
-    def exchange(self, held: Held, new: Live, exchange_plan: ExchangePlan) -> Exchange:
-        """The exchange that fills a new layout from the held pieces, ready to run."""
-        with_state = bool(held.scalars)
-        keys = [new.optimizer.keys(t.group) if with_state else (MASTER,) for t in self.state_map.tensors]
-        return Exchange(
-            exchange_plan,
-            held.storages,
-            new.storages(with_state),
-            keys,
-            new.groups.world,
-            self.device,
-            self.settings.buffer_bytes,
-        )
+    def sizes(self, layout: Layout, with_state: bool) -> Sizes:
+        """What this rank has under a layout, masters of fp32 weights counted as if they were a copy."""
+        tensor_rank = layout.coordinates(self.rank).tensor
+        local = (self.state_map.tensors[i] for i in self.state_map.local_tensors(layout, self.rank))
+        n_weights = sum(prod(tensor.shard_shape(layout.tensor, tensor_rank)) for tensor in local)
+        n_state = sum(piece.numel for piece in self.state_map.pieces(layout, self.rank))
+        gradient_bytes = 4
+        weights = n_weights * (self.settings.dtype.itemsize + gradient_bytes)
+        return Sizes(weights, n_state * 4, len(self.state_keys(with_state)))
 
     def plan(self, source: Layout, target: Layout) -> ExchangePlan:
         """This rank's part of the exchange between two layouts."""
@@ -335,9 +302,16 @@ class Assembler:
     @staticmethod
     def gather_scalars(live: Live) -> dict[int, dict[str, Any]]:
         """Step counts by user group, from whichever rank has them. Collective over the layout's world group."""
+        scalars, _ = Assembler.gather_notes(live)
+        return scalars
+
+    @staticmethod
+    def gather_notes(live: Live, note: bool = True) -> tuple[dict[int, dict[str, Any]], bool]:
+        """As :meth:`gather_scalars`, and whether every rank's ``note`` is true."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, live.optimizer.scalars(), group=live.groups.world)
-        return {group: values for mine in everyone for group, values in mine.items()}
+        dist.all_gather_object(everyone, (live.optimizer.scalars(), note), group=live.groups.world)
+        scalars = {group: values for mine, _ in everyone for group, values in mine.items()}
+        return scalars, all(note for _, note in everyone)
 
     # -- data and inspection -----------------------------------------------------------------------------------
 
@@ -364,7 +338,7 @@ class Assembler:
         """
         gradients = live.optimizer.gradients() if key == "gradient" else {}
         # One buffer for all, for one reduction; what no rank has would stay infinite.
-        keys = [("gradient", *live.optimizer.keys(group)) for group in range(len(self.handle.schemas))]
+        keys = [("gradient", *self.handle.keys(group)) for group in range(len(self.handle.schemas))]
         tensors = [t for t in self.state_map.tensors if key in keys[t.group]]
         if not tensors:
             known = ", ".join(dict.fromkeys(k for kept in keys for k in kept))
@@ -392,12 +366,6 @@ class Assembler:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)
         parts = flat.cpu().split([t.numel for t in tensors])
         return {t.name: part.view(t.shape) for t, part in zip(tensors, parts, strict=True)}
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned host memory."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor)
 
 
 def _allocate(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

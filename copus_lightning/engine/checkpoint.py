@@ -25,7 +25,7 @@ from copus_lightning.engine.checkpoint_format import Manifest
 from copus_lightning.engine.checkpoint_planners import Chunk, read_chunks
 from copus_lightning.engine.checkpoint_writing import Writing
 from copus_lightning.engine.failures import CollectiveError, Failure, causes, describe
-from copus_lightning.engine.optimizer import MASTER
+from copus_lightning.engine.optimizer import MASTER, OptimizerHandle
 
 if TYPE_CHECKING:
     from copus_lightning.engine.assembly import Live
@@ -150,7 +150,7 @@ class Checkpointer:
 
     def _chunks_to_save(self, with_state: bool, copy: bool) -> list[Chunk]:
         live = self._live
-        storages = live.storages(with_state).by_piece
+        storages = live.storages(self._handle.all_keys(with_state)).by_piece
         chunks = []
         for box in saved_boxes(live.state_map, live.layout, live.rank):
             for key, storage in storages[box.piece].items():
@@ -164,8 +164,8 @@ class Checkpointer:
         return Chunk(name, tensor.shape, box.offsets, memory)
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        handle = self.engine.assembler.handle
-        return [handle.hyperparameters(index) for index in range(len(handle.optimizer.param_groups))]
+        groups = self._handle.optimizer.param_groups
+        return [self._handle.hyperparameters(index) for index in range(len(groups))]
 
     # -- load --------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,8 @@ class Checkpointer:
         staged = self._agreed("load: read", lambda: self._read(folder, with_state))
         live = self._live
         with torch.no_grad():
-            for target, source in zip(live.storages(with_state).by_piece, staged, strict=True):
+            keys = self._handle.all_keys(with_state)
+            for target, source in zip(live.storages(keys).by_piece, staged, strict=True):
                 for key, value in source.items():
                     target[key].copy_(value)
         if not optimizer:
@@ -226,7 +227,7 @@ class Checkpointer:
             live.optimizer.torch_optimizer.state.clear()
         self.engine.replaced_state(with_state)
         self.engine.assembler.settle(live, content["optimizer"]["scalars"])
-        groups = self.engine.assembler.handle.optimizer.param_groups
+        groups = self._handle.optimizer.param_groups
         for group, saved in zip(groups, content["optimizer"]["hyperparameters"], strict=True):
             group.update(saved)
         generators.restore(content["generators"], self.engine.rank, self.engine.device)
@@ -237,7 +238,10 @@ class Checkpointer:
         self.engine.fault("load: read")
         live = self._live
         staged = [
-            {key: torch.empty(piece.numel) for key in self._keys(live, piece.group, with_state)}
+            {
+                key: torch.empty(piece.numel)
+                for key in (self._handle.keys(piece.group) if with_state else (MASTER,))
+            }
             for piece in live.pieces
         ]
         chunks = [
@@ -248,11 +252,11 @@ class Checkpointer:
         read_chunks(folder, chunks)
         return staged
 
-    @staticmethod
-    def _keys(live: Live, group: int, with_state: bool) -> tuple[str, ...]:
-        return live.optimizer.keys(group) if with_state else (MASTER,)
-
     # -- all ranks ---------------------------------------------------------------------------------------------
+
+    @property
+    def _handle(self) -> OptimizerHandle:
+        return self.engine.assembler.handle
 
     @property
     def _live(self) -> Live:

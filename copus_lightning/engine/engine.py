@@ -23,6 +23,7 @@ from copus_lightning.core.layout import Configuration, Coordinates, Layout
 from copus_lightning.core.noise import StepNorms
 from copus_lightning.engine.agreement import Agreement
 from copus_lightning.engine.backend import load_deepspeed
+from copus_lightning.engine.carrying import hold, restore
 from copus_lightning.engine.failures import (
     MEMORY,
     OutOfMemory,
@@ -33,6 +34,7 @@ from copus_lightning.engine.failures import (
     describe,
 )
 from copus_lightning.engine.groups import GroupCache
+from copus_lightning.engine.memory import switch_peak_bytes
 from copus_lightning.engine.switching import Preparation, Switch, SwitchReport
 
 if TYPE_CHECKING:
@@ -64,6 +66,9 @@ class EngineSettings:
         ranks_per_node: Ranks that share a node, preferred as sources in a switch; None if all are equally near.
         buffer_bytes: Size of the buffer through which pieces travel in a switch.
         timeout_seconds: Longest wait for another rank before the run ends with an error.
+        one_by_one: In a switch, carry one state key (masters, then each moment) after the other and free each in
+            the old layout before the next gets its memory in the new one, instead of all together. None: on
+            every device but the CPU, where the new layout's memory is made ready while training goes on.
     """
 
     zero_stage: int = 1
@@ -73,6 +78,7 @@ class EngineSettings:
     ranks_per_node: int | None = None
     buffer_bytes: int = 64 * 2**20
     timeout_seconds: float = 1800.0
+    one_by_one: bool | None = None
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1):
@@ -145,7 +151,7 @@ class Engine:
         reductions: Micro-batches that ran out of memory, newest last; whoever reads them clears them.
         fault: Called with the name of each phase of a step or a switch before it begins; what it raises is
             handled like a failure of the phase. For tests.
-        tamper: Called with each packed buffer before it is sent in a switch. For tests.
+        tamper: Called with a copy of each message before it is sent in a switch. For tests.
 
     Raises:
         ValueError: The model, the optimizer or the layout does not fit; nothing was changed.
@@ -319,14 +325,14 @@ class Engine:
             RankLost: A rank is gone.
         """
         live = self._alive
-        held = self.assembler.hold(live, live.optimizer.scalars(), on_host=True)
+        held = hold(self.assembler, live, live.optimizer.scalars(), on_host=True)
         del live
         self.take_down()
         failures = self.agreement.agree("step", failure)
         first = causes(failures)[0]
         if first.kind != MEMORY:
             raise StepFailed(f"rank {first.rank} failed in the step: {first.reason}")
-        self.live = self.assembler.restore(self.groups.get(self.layout), held)
+        self.live = restore(self.assembler, self.groups.get(self.layout), held)
         return f"rank {first.rank} ran out of memory in {self.configuration}: {first.reason}"
 
     def _reduce_micro_batch(self, reason: str) -> None:
@@ -487,12 +493,24 @@ class Engine:
             self._preparation = None
         self._has_state = has_state
 
-    def has_room(self) -> bool:
-        """Whether the device can hold this rank's state twice for the time of a switch."""
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a switch carries one state key after the other."""
+        wish = self.settings.one_by_one
+        return self.device.type != "cpu" if wish is None else wish
+
+    def has_room(self, target: Layout) -> bool:
+        """Whether the device can hold all that a switch to ``target`` needs there at a time.
+
+        If not, the old pieces wait in host memory.
+        """
         if self.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free > 1.5 * torch.cuda.memory_allocated(self.device)
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        before, after = (self.assembler.sizes(layout, self._has_state) for layout in (self.layout, target))
+        needed = switch_peak_bytes(before, after, self.one_by_one) + self.settings.buffer_bytes
+        return free + unused + before.nbytes > needed
 
     # -- state -------------------------------------------------------------------------------------------------
 

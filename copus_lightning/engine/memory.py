@@ -1,14 +1,49 @@
-"""Host memory of this process, as the kernel counts it."""
+"""Host memory of this process, as the kernel counts it, and what a switch needs of a device's."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Sizes(NamedTuple):
+    """What one rank has on its device under one layout.
+
+    Args:
+        weights: Bytes of weights and of accumulated gradients.
+        state: Bytes of one state key (the masters, or one of the moments).
+        n_keys: State keys.
+    """
+
+    weights: int
+    state: int
+    n_keys: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.weights + self.state * self.n_keys
+
+
+def switch_peak_bytes(before: Sizes, after: Sizes, one_by_one: bool) -> int:
+    """Most that a rank has at a time in a switch, in bytes, once the old weights are gone.
+
+    Args:
+        before: Under the old layout.
+        after: Under the new one; as many keys.
+        one_by_one: A key is freed on the old side before the next one gets its memory on the new side.
+    """
+    n_keys = after.n_keys
+    if not one_by_one:
+        return after.nbytes + n_keys * before.state
+    # From key to key the sum changes by the same amount, so that it is largest at the first or at the last one.
+    return after.weights + max(n_keys * before.state + after.state, before.state + n_keys * after.state)
 
 
 def resident_bytes() -> int:

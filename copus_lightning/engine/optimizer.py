@@ -133,6 +133,15 @@ class OptimizerHandle:
             for index, group in enumerate(optimizer.param_groups)
         ]
 
+    def keys(self, group: int) -> tuple[str, ...]:
+        """Names of the flat states of a parameter of one param group, the master first."""
+        return (MASTER, *self.schemas[group].elementwise)
+
+    def all_keys(self, with_state: bool) -> tuple[str, ...]:
+        """The master, and with ``with_state`` every moment that some param group keeps."""
+        moments = [key for schema in self.schemas for key in schema.elementwise] if with_state else []
+        return tuple(dict.fromkeys((MASTER, *moments)))
+
     def hyperparameters(self, index: int) -> dict[str, Any]:
         """The present hyperparameters of one of the user's param groups."""
         return {k: v for k, v in self.optimizer.param_groups[index].items() if k != "params"}
@@ -278,10 +287,6 @@ class ShardOptimizer:
                 parameter.grad = None
 
     # -- state -------------------------------------------------------------------------------------------------
-
-    def keys(self, user_group: int) -> tuple[str, ...]:
-        """Names of the flat states of a parameter of one user group, the master first."""
-        return (MASTER, *self.handle.schemas[user_group].elementwise)
 
     def storage(self, piece: Piece, name: str, key: str) -> torch.Tensor:
         """The flat fp32 storage of one piece: a view of the live master or moment, made if there is none yet."""

@@ -13,8 +13,8 @@
 | `load`     | weights are recast from the masters                      | no                  | yes          |
 
 `groups` and `prepare` can run in a helper thread while training goes on; the pause is the rest. After every
-phase all ranks agree that it went well; if one rank failed, all take the old layout up again from the pieces
-that they hold.
+phase (and, where states travel one by one, after each of them in `exchange`) all ranks agree that it went well; if
+one rank failed, all take the old layout up again, see :mod:`copus_lightning.engine.carrying`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from copus_lightning.core.layout import Configuration, Layout
+from copus_lightning.engine.carrying import Carrier, Held, hold, restore
 from copus_lightning.engine.exchange import ExchangePlan
 from copus_lightning.engine.failures import MEMORY, Failure, SwitchFailed, causes, describe
 from copus_lightning.engine.memory import PeakMemory, trim
 
 if TYPE_CHECKING:
-    from copus_lightning.engine.assembly import Held, Live, Prepared
+    from copus_lightning.engine.assembly import Live, Prepared
     from copus_lightning.engine.engine import Engine
 
 T = TypeVar("T")
@@ -58,7 +60,8 @@ class SwitchReport:
         bytes_received: Of them, those that this rank received.
         bytes_lower_bound: What ranks need and did not hold, over all ranks.
         host_peak_bytes: Most host memory that this rank took on top of what it had before.
-        state_bytes: This rank's pieces before and after, and one buffer: what ``host_peak_bytes`` may reach.
+        state_bytes: Most that this rank had at a time of pieces before, pieces after, and the buffer: what
+            ``host_peak_bytes`` may reach.
     """
 
     source: Configuration
@@ -134,7 +137,7 @@ class Preparation:
             trim()  # what the switch before has freed
             self.plan = engine.assembler.plan(self.source_layout, self.target.layout)
             prepared = engine.assembler.prepare(groups)
-            if engine.device.type == "cpu":  # where memory is not short; elsewhere two layouts must not meet
+            if not engine.one_by_one:
                 engine.assembler.allocate(prepared, engine.has_state)
             self.prepared = prepared
             self.seconds["prepare"] = time.perf_counter() - started
@@ -159,6 +162,8 @@ class Switch:
         self.preparation = preparation
         self._held: Held | None = None
         self._new: Live | None = None
+        self._carrier: Carrier | None = None
+        self._staged = False
 
     def run(self) -> Live:
         """Carries it out.
@@ -173,9 +178,11 @@ class Switch:
             with PeakMemory() as memory:
                 self._phase("stage", self._stage)
                 self._phase("free", self._free)
-                self._phase("build", self._build)
-                moved = self._phase("exchange", self._exchange)
-                self._phase("load", lambda: self._load(moved))
+                carrier = self._phase("build", self._build)
+                for part in carrier.parts:
+                    self._phase("exchange", partial(carrier.move, part))
+                    carrier.arrived(part)
+                self._phase("load", partial(self._load, carrier))
             self.report.host_peak_bytes = memory.growth_bytes
             assert self._new is not None
             return self._new
@@ -196,7 +203,8 @@ class Switch:
             if name != "drain":
                 self._let_go()
         failures = engine.agreement.agree(f"switch: {name}", failure)
-        self.report.seconds[name] = time.perf_counter() - started
+        spent = self.report.seconds.get(name, 0.0)
+        self.report.seconds[name] = spent + time.perf_counter() - started
         if failures:
             raise _Failed(name, failures)
         return result  # type: ignore[return-value]
@@ -205,7 +213,9 @@ class Switch:
         """Closes this rank's connections, so that nobody waits for it in a collective of a layout."""
         engine = self.engine
         if self._held is None and engine.live is not None:
-            self._held = engine.assembler.hold(engine.live, engine.live.optimizer.scalars(), on_host=True)
+            self._held = hold(engine.assembler, engine.live, engine.live.optimizer.scalars(), on_host=True)
+        if self._carrier is not None:
+            self._carrier.let_go()
         if self._new is not None:
             self._new.close()
             self._new = None
@@ -225,8 +235,10 @@ class Switch:
     def _stage(self) -> None:
         engine = self.engine
         assert engine.live is not None
-        scalars = engine.assembler.gather_scalars(engine.live)
-        self._held = engine.assembler.hold(engine.live, scalars, on_host=not engine.has_room())
+        room = engine.has_room(self.target.layout)
+        scalars, all_have_room = engine.assembler.gather_notes(engine.live, room)
+        self._held = hold(engine.assembler, engine.live, scalars, on_host=not room)
+        self._staged = not all_have_room
 
     def _free(self) -> None:
         engine = self.engine
@@ -236,26 +248,24 @@ class Switch:
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _build(self) -> None:
-        assert self.preparation.prepared is not None
-        assert self._held is not None
-        prepared, with_state = self.preparation.prepared, bool(self._held.scalars)
-        self._new = self.engine.assembler.materialise(prepared, with_state)
-        self.preparation.prepared = None  # it is live now
+    def _build(self) -> Carrier:
+        engine, preparation = self.engine, self.preparation
+        assert preparation.prepared is not None and preparation.plan is not None and self._held is not None
+        with_state = bool(self._held.scalars) and not engine.one_by_one
+        self._new = engine.assembler.materialise(preparation.prepared, with_state)
+        preparation.prepared = None  # it is live now
+        self._carrier = Carrier(
+            engine.assembler, self._held, self._new, preparation.plan, engine.one_by_one, self._staged
+        )
+        self._carrier.tamper = engine.tamper
+        return self._carrier
 
-    def _exchange(self) -> int:
-        assert self._held is not None and self._new is not None and self.preparation.plan is not None
-        exchange = self.engine.assembler.exchange(self._held, self._new, self.preparation.plan)
-        exchange.tamper = self.engine.tamper
-        exchange.run()
-        self.report.state_bytes = exchange.state_bytes
-        self.report.bytes_received = exchange.bytes_received
-        return exchange.bytes_received
-
-    def _load(self, moved: int) -> None:
+    def _load(self, carrier: Carrier) -> None:
         engine, held, new = self.engine, self._held, self._new
         assert held is not None and new is not None
         engine.assembler.settle(new, held.scalars)
+        self.report.state_bytes = carrier.state_bytes
+        self.report.bytes_received = moved = carrier.bytes_received
         bound = engine.assembler.lower_bound_bytes(held.layout, new.layout, bool(held.scalars))
         counts = torch.tensor([moved, bound], dtype=torch.int64, device=engine.device)
         torch.distributed.all_reduce(counts, group=new.groups.world)
@@ -272,7 +282,11 @@ class Switch:
         if failed.phase != "drain":  # somebody has let go of the groups: all rebuild the old layout
             self._let_go()
             assert self._held is not None
-            engine.live = engine.assembler.restore(engine.groups.get(engine.layout), self._held)
+            groups = engine.groups.get(engine.layout)
+            if self._carrier is not None:
+                engine.live = self._carrier.take_back(groups)
+            else:
+                engine.live = restore(engine.assembler, groups, self._held)
         failure = engine.agreement.agree("switch: restored", None)
         assert not failure
         return reason

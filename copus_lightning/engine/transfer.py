@@ -100,9 +100,9 @@ class Exchange:
         self._arrived: dict[int, list[torch.Tensor]] = {}
 
     @property
-    def state_bytes(self) -> int:
-        """The pieces on both sides and the buffer."""
-        return self.source.nbytes + self.target.nbytes + 2 * SLOTS * self.slot * ELEMENT_BYTES
+    def buffer_nbytes(self) -> int:
+        """Size of the buffer."""
+        return 2 * SLOTS * self.slot * ELEMENT_BYTES
 
     @torch.no_grad()
     def run(self) -> None:

@@ -14,6 +14,7 @@ from world import World
 
 from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.engine.engine import Engine, OutOfMemory, StepFailed, SwitchFailed
+from copus_lightning.engine.memory import Sizes, switch_peak_bytes
 from copus_lightning.engine.switching import OVERLAPPED, PHASES
 
 from . import tiny
@@ -22,11 +23,16 @@ from .tiny import N_SAMPLES
 DP2PP2, TP2PP2, PP4, DP4 = Layout(2, 1, 2), Layout(1, 2, 2), Layout(pipeline=4), Layout(data=4)
 
 
-def failing(engine: Engine, phase: str, rank: int, error: type[BaseException] = MemoryError) -> None:
-    """Lets one phase fail on one rank, once."""
+def failing(
+    engine: Engine, phase: str, rank: int, error: type[BaseException] = MemoryError, time: int = 1
+) -> None:
+    """Lets one phase fail on one rank, once: the ``time``-th time that it is entered."""
+    entered = 0
 
     def fault(name: str) -> None:
-        if name == phase and engine.rank == rank:
+        nonlocal entered
+        entered += name == phase
+        if name == phase and entered == time and engine.rank == rank:
             engine.fault = lambda _: None
             raise error("injected")
 
@@ -75,6 +81,60 @@ def test_a_failure_in_any_phase_brings_all_ranks_back(
         assert f"rank {1 + index % 3} failed" in reason and "injected" in reason
         assert ("drain" if phase in OVERLAPPED else phase) in reason
         assert changed == [], f"{phase}: the old state is back bit for bit"
+
+
+def fail_between_states(dtype: torch.dtype) -> list[tuple[str, str | None, list[str]]]:
+    """As above with states that travel one by one, each freed where it was: masters and two moments, then the end."""
+    found = []
+    places = [("exchange", 1), ("exchange", 2), ("exchange", 3), ("load", 1)]
+    with tiny.running(DP2PP2, micro_batch_size=2, dtype=dtype, one_by_one=True) as engine:
+        tiny.train(engine, [tiny.make_batch()])
+        for index, (phase, time) in enumerate(places):
+            before = tiny.state(engine)
+            failing(engine, phase, rank=(3 + index) % 4, time=time)
+            reason = try_switch(engine, TP2PP2 if index % 2 else PP4, in_advance=index % 2 == 0)
+            found.append((f"{phase} {time}", reason, tiny.differences(before, tiny.state(engine))))
+            tiny.train(engine, [tiny.make_batch(seed=index)])
+        before = tiny.state(engine)
+        assert try_switch(engine, TP2PP2) is None, "in the end it works"
+        assert tiny.differences(before, tiny.state(engine)) == []
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_was_freed_already_travels_back(world: World, dtype: torch.dtype) -> None:
+    by_rank = world.run(fail_between_states, dtype, timeout=240)
+    assert all(found == by_rank[0] for found in by_rank), "all ranks give the same reason"
+    for index, (place, reason, changed) in enumerate(by_rank[0]):
+        assert reason is not None and f"rank {(3 + index) % 4} failed in phase '{place.split()[0]}'" in reason
+        assert changed == [], f"{place}: the old state is back bit for bit"
+
+
+def sizes_of_a_switch(one_by_one: bool) -> tuple[int, int, int, int]:
+    """Bytes of one state key before and after, what the switch had at most at a time, and the buffer."""
+    with tiny.running(
+        PP4, micro_batch_size=2, zero_stage=0, one_by_one=one_by_one, buffer_bytes=4096
+    ) as engine:
+        tiny.train(engine, [tiny.make_batch()])
+        before, after = (engine.assembler.sizes(layout, True) for layout in (PP4, DP4))
+        report = engine.switch(Configuration(DP4, N_SAMPLES, 2))
+        masters = sum(piece["master"].numel() * 4 for piece in engine.live.storages(("master",)).by_piece)
+        assert (before.n_keys, after.n_keys, after.state) == (3, 3, masters)
+        return before.state, after.state, report.state_bytes, engine.settings.buffer_bytes
+
+
+def test_one_by_one_two_layouts_never_stand_side_by_side(world: World) -> None:
+    for before, after, peak, buffer in world.run(sizes_of_a_switch, False):
+        assert peak == 3 * before + 3 * after + buffer
+    for before, after, peak, buffer in world.run(sizes_of_a_switch, True):
+        assert peak == max(3 * before + after, before + 3 * after) + buffer
+
+
+def test_what_a_switch_needs_of_a_device() -> None:
+    before, after = Sizes(weights=60, state=40, n_keys=3), Sizes(weights=15, state=10, n_keys=3)
+    assert switch_peak_bytes(before, after, one_by_one=False) == 15 + 30 + 120
+    assert switch_peak_bytes(before, after, one_by_one=True) == 15 + 120 + 10
+    assert switch_peak_bytes(after, before, one_by_one=True) == 60 + 10 + 120
 
 
 def corrupt_a_piece() -> tuple[str | None, list[str], str | None]:

@@ -128,7 +128,7 @@ def test_a_chain_of_switches_loses_no_bit(
 ) -> None:
     case = CASES.index((kind, zero_stage, dtype))
     layouts = chain([Layout(data=4), Layout(data=2, pipeline=2), Layout(pipeline=4)][case % 3], seed=case)
-    settings = {"zero_stage": zero_stage, "dtype": dtype}
+    settings = {"zero_stage": zero_stage, "dtype": dtype, "one_by_one": case % 3 == 1}
     if case % 2:
         settings["buffer_bytes"] = 1000  # pieces travel in many parts
     by_rank = world.run(carry, layouts, TIED if case % 4 < 2 else UNTIED, kind, 1, settings)
