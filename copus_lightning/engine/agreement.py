@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -43,6 +45,26 @@ class Agreement:
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"copus-{number.item()}", store)
         self._calls = 0
+        self._lock = threading.Lock()
+        self._handled = 0
+
+    def announce(self) -> None:
+        """Tells the others, who may wait for this rank elsewhere, that it failed and comes to the next agreement."""
+        with contextlib.suppress(Exception):
+            self._store.add(f"failed/{self._calls + 1}", 1)
+
+    def if_announced(self, then: Callable[[], None]) -> None:
+        """Calls ``then``, once, if a rank has announced a failure and this one is not on its way to the agreement.
+
+        May be called from another thread; this rank does not come to the agreement before ``then`` returns.
+        """
+        number = self._calls + 1
+        if number == self._handled or not self._store.check([f"failed/{number}"]):
+            return
+        with self._lock:
+            if self._calls + 1 == number:
+                self._handled = number
+                then()
 
     def agree(self, phase: str, failure: Failure | None) -> list[Failure]:
         """Every rank says how it went; every rank gets the failures of all. Empty if all went well.
@@ -50,7 +72,8 @@ class Agreement:
         Raises:
             RankLost: A rank did not answer within the time-out.
         """
-        self._calls += 1
+        with self._lock:
+            self._calls += 1
         if self._group is None:  # a rank was lost already: without a group the WORLD's would be taken
             self._roll_call(phase, failure)
         flag = torch.tensor([failure is not None], dtype=torch.int32)

@@ -36,6 +36,7 @@ from copus_lightning.engine.failures import (
 from copus_lightning.engine.groups import GroupCache
 from copus_lightning.engine.memory import switch_peak_bytes
 from copus_lightning.engine.switching import Preparation, Switch, SwitchReport
+from copus_lightning.engine.watch import Watch
 
 if TYPE_CHECKING:
     from copus_lightning.engine.assembly import Live
@@ -177,6 +178,8 @@ class Engine:
         # Nothing was changed so far; from here on nothing is refused.
         self.groups = GroupCache(keep=settings.cache_groups)
         self.agreement = Agreement(settings.timeout_seconds)
+        self._aborted = False
+        self._watch = Watch(self.agreement, self._on_failure_elsewhere) if device.type == "cuda" else None
         self.configuration = configuration
         self.automatic_micro_batch = automatic_micro_batch
         self.measure_next = False
@@ -276,6 +279,7 @@ class Engine:
         if speaks:
             sums[2] = total / self.layout.data
         dist.all_reduce(sums, group=live.groups.world)
+        self.finish_device_work()
         norms = None
         if weighted is not None:
             started = time.perf_counter()
@@ -325,6 +329,7 @@ class Engine:
             RankLost: A rank is gone.
         """
         live = self._alive
+        self.announce_failure()
         held = hold(self.assembler, live, live.optimizer.scalars(), on_host=True)
         del live
         self.take_down()
@@ -332,6 +337,7 @@ class Engine:
         first = causes(failures)[0]
         if first.kind != MEMORY:
             raise StepFailed(f"rank {first.rank} failed in the step: {first.reason}")
+        self.recovered()
         self.live = restore(self.assembler, self.groups.get(self.layout), held)
         return f"rank {first.rank} ran out of memory in {self.configuration}: {first.reason}"
 
@@ -344,6 +350,30 @@ class Engine:
         replacement = Configuration(now.layout, now.global_batch_size, max(half or smaller))
         self.reductions.append(Reduction(now, replacement, reason))
         self.configuration = replacement
+
+    def announce_failure(self) -> None:
+        """To be called as soon as this rank has failed: frees it and the others from collectives of the layout."""
+        self.agreement.announce()
+        self.groups.abort()
+
+    def _on_failure_elsewhere(self) -> None:
+        self._aborted = True
+        self.groups.abort()
+
+    def finish_device_work(self) -> None:
+        """Waits until the device has done all that it was given.
+
+        Raises:
+            RuntimeError: Another rank has failed, and what this one waited for was ended.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self._aborted:
+            raise RuntimeError("connection closed: another rank failed")
+
+    def recovered(self) -> None:
+        """To be called once all ranks have agreed on a failure, before a layout is built again."""
+        self._aborted = False
 
     def take_down(self) -> None:
         """Ends the live layout and closes this rank's connections, so that nobody waits for it."""
@@ -524,6 +554,8 @@ class Engine:
     def close(self) -> None:
         """Ends the live layout and every group that the engine made."""
         self.take_down()
+        if self._watch is not None:
+            self._watch.close()
         self.agreement.close()
 
 

@@ -8,6 +8,7 @@ process, while a layout's groups can be torn down at any moment to free ranks th
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -94,6 +95,13 @@ class GroupCache:
             group = self._groups.pop(members)
             if dist.get_rank() in members:
                 dist.destroy_process_group(group)
+
+    def abort(self) -> None:
+        """Ends what waits in these groups with an error, where the backend can (NCCL). May be called from a thread."""
+        for group in list(self._groups.values()):
+            if isinstance(group, ProcessGroup):  # this rank is in it
+                with contextlib.suppress(Exception):
+                    group.abort()
 
     def close(self) -> None:
         """Ends every group that was made here.

@@ -198,9 +198,11 @@ class Switch:
         try:
             engine.fault(name)
             result = work()
+            engine.finish_device_work()
         except Exception as error:
             failure = describe(error, engine.rank)
             if name != "drain":
+                engine.announce_failure()
                 self._let_go()
         failures = engine.agreement.agree(f"switch: {name}", failure)
         spent = self.report.seconds.get(name, 0.0)
@@ -229,8 +231,6 @@ class Switch:
         failure = self.preparation.failure
         if failure is not None:
             raise MemoryError(failure.reason) if failure.kind == MEMORY else RuntimeError(failure.reason)
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.device)
 
     def _stage(self) -> None:
         engine = self.engine
@@ -279,6 +279,7 @@ class Switch:
         first = causes(failed.failures)[0]
         reason = f"rank {first.rank} failed in phase '{failed.phase}' of the switch to {self.target}: {first.reason}"
         self.preparation.drop()
+        engine.recovered()
         if failed.phase != "drain":  # somebody has let go of the groups: all rebuild the old layout
             self._let_go()
             assert self._held is not None
