@@ -49,7 +49,7 @@ def leave_a_group() -> None:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[World]:
-    pair = World(2, preload=())
+    pair = World(2)
     yield pair
     pair.close()
 
@@ -78,7 +78,10 @@ def test_what_is_left_behind_is_named_once(pair: World) -> None:
     assert pair.problems() == []
 
 
-def test_a_rank_that_waits_for_a_failed_one_does_not_hang_the_test(pair: World) -> None:
+def test_a_rank_that_waits_for_a_failed_one_does_not_hang_the_test(
+    pair: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("world.GRACE_SECONDS", 1.0)
     with pytest.raises(ValueError, match="rank 1 does not like it"):
         pair.run(fail_on, 1)
     assert not pair.alive

@@ -1,7 +1,8 @@
 """One long-lived world of gloo processes, for every test that needs several ranks.
 
 Starting processes and importing torch, DeepSpeed and Transformers anew for each test is what makes such
-suites slow; here that happens once per session, and a test hands over a function:
+suites slow; here one process imports them once per session, the ranks are forks of it, and a test hands over a
+function:
 
     def squares(factor):                     # at the top level of the test module
         return factor * dist.get_rank() ** 2
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -27,11 +27,13 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -45,8 +47,14 @@ GRACE_SECONDS = 5.0
 PRELOAD = (
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # with torch's compiler
+    "lightning",
+    "torchmetrics",
     "transformers.models.llama.modeling_llama",
 )
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+"""Of the processes, from their first import on."""
 
 
 class WorldError(RuntimeError):
@@ -58,6 +66,33 @@ class RemoteTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
+
+
+def forks(preload: tuple[str, ...] = PRELOAD) -> Any:
+    """A context of `multiprocessing` whose processes are forks of one that has imported `preload`.
+
+    That one starts with the first use in a session, whose `preload` counts, and ends with the session. It has
+    opened nothing, and has one thread.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", *preload])
+    with _environment_of(ENVIRONMENT):
+        forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def _environment_of(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class World:
@@ -149,24 +184,16 @@ class World:
         self._directory = tempfile.TemporaryDirectory(prefix="world")
         self._generation, self._ranks = self._generation + 1, self.size
         atexit.register(self.close)
-        context = multiprocessing.get_context("spawn")
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            for rank in range(self.size):
-                mine, theirs = context.Pipe()
-                place = (rank, self.preload, self._store.port, self._directory.name, os.getpid())
-                # Not daemonic: daemons may not have children, and a DataLoader's workers are children.
-                process = context.Process(target=_serve, args=(theirs, *place), name=f"rank{rank}")
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(mine)
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
+        context = forks(self.preload)
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            place = (rank, self.preload, self._store.port, self._directory.name)
+            # Not daemonic: daemons may not have children, and a DataLoader's workers are children.
+            process = context.Process(target=_serve, args=(theirs, *place), name=f"rank{rank}")
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(mine)
         self._ask(None, self.size, START_SECONDS, "the start of the processes")
 
     def _ask(self, request: bytes | None, ranks: int, timeout: float, what: str) -> list[Any]:
@@ -220,15 +247,14 @@ class World:
 # -- on a rank ---------------------------------------------------------------------------------------------
 
 
-def _serve(
-    connection: Connection, rank: int, preload: tuple[str, ...], port: int, directory: str, parent: int
-) -> None:
-    _die_with(parent)
+def _serve(connection: Connection, rank: int, preload: tuple[str, ...], port: int, directory: str) -> None:
+    _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process ends the world
     stacks = Path(directory, f"rank{rank}").open("w")  # noqa: SIM115  (open as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     # As under torchrun, for Lightning's and DeepSpeed's sake.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    os.environ |= ENVIRONMENT
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "world"}
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -270,12 +296,17 @@ def _serve(
         connection.send_bytes(answer)
 
 
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when the test process ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+def _die_with_parent() -> None:
+    """Ends this process when the test process ends, however it ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    sentinel = parent.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
         os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _failure(error: BaseException) -> bytes:

@@ -17,14 +17,9 @@ def _children() -> set[int]:
     return children
 
 
-@pytest.fixture
-def children() -> Callable[[], set[int]]:
-    """Ids of the processes under this one, now."""
-    return _children
-
-
 @pytest.fixture(autouse=True)
-def no_processes_left() -> Iterator[None]:
+def children() -> Iterator[Callable[[], set[int]]]:
+    """Ids of the processes that began under this one since the test did; none may be left at its end."""
     before = _children()
-    yield
-    assert _children() <= before
+    yield lambda: _children() - before
+    assert not _children() - before

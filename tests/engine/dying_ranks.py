@@ -1,34 +1,30 @@
-"""Worlds in which one rank is killed; run as a script by `test_rank_lost.py`.
-
-Each scenario has its own four processes, forked from this one, which has imported everything but opened nothing:
-so a world costs a second instead of ten. Prints one JSON object: by scenario, what each surviving rank reports.
-"""
+"""Worlds in which one rank is killed, each of four processes of its own."""
 
 from __future__ import annotations
 
-# ruff: noqa: E402
+import gc
 import json
 import os
 import signal
-import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-
-import deepspeed.runtime.bf16_optimizer  # noqa: F401
 import torch
 import torch.distributed as dist
-import transformers.models.llama.modeling_llama  # noqa: F401
+from world import forks
 
 from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.engine import checkpoint_format
 from copus_lightning.engine.checkpoint import Checkpointer
 from copus_lightning.engine.engine import Engine, EngineSettings
-from engine import tiny
+
+from . import tiny
 
 WORLD_SIZE, TIMEOUT_SECONDS, LIMIT_SECONDS = 4, 8.0, 60.0
 
@@ -72,52 +68,63 @@ def run_rank(rank: int, phase: str, victim: int, folder: Path) -> dict[str, Any]
     return {"error": None, "reason": "", "seconds": time.monotonic() - started}
 
 
-def scenario(phase: str, victim: int) -> dict[str, Any]:
-    """Forks a world, waits for its end, and gathers what the survivors report."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        children = {}
-        for rank in range(WORLD_SIZE):
-            child = os.fork()
-            if child == 0:
-                try:
-                    result = run_rank(rank, phase, victim, folder)
-                    (folder / f"{rank}.json").write_text(json.dumps(result))
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(0)  # as abruptly as a script that ends with an error: no shutdown of groups
-            children[child] = rank
-        deadline = time.monotonic() + LIMIT_SECONDS
-        hung = set(children)
-        while hung and time.monotonic() < deadline:
-            ended, _ = os.waitpid(-1, os.WNOHANG)
-            hung.discard(ended)
-            if not ended:
-                time.sleep(0.02)
-        for child in hung:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        reports = {
-            r: json.loads((folder / f"{r}.json").read_text())
-            for r in range(WORLD_SIZE)
-            if (folder / f"{r}.json").exists()
-        }
-        whole = checkpoint_format.newest(folder / "checkpoints")
-        number = None
-        if whole is not None:
-            read = checkpoint_format.resolve(whole)
-            manifest = checkpoint_format.Manifest.read(read)
-            checkpoint_format.check_files(read, manifest)
-            number = manifest.labels["number"]
-        return {
-            "victim": victim,
-            "hung": sorted(children[c] for c in hung),
-            "reports": reports,
-            "checkpoint": number,
-        }
+def be_rank(rank: int, phase: str, victim: int, folder: Path) -> None:
+    """A rank's process: leaves a report in the folder, unless it dies."""
+    gc.freeze()  # what was imported is for ever
+    try:
+        result = run_rank(rank, phase, victim, folder)
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # as abruptly as a script that ends with an error: no shutdown of groups
 
 
-if __name__ == "__main__":
-    wanted = [argument.rsplit(":", 1) for argument in sys.argv[1:]]
-    print(json.dumps({phase: scenario(phase, int(victim)) for phase, victim in wanted}))
+def outcomes(scenarios: Mapping[str, int]) -> dict[str, Any]:
+    """By the phase in which a rank dies: what each surviving rank reports.
+
+    A scenario begins once the victim of the one before is dead: then the survivors of that only wait.
+    """
+    context = forks()
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(scenarios)) as executor:
+        ends = {}
+        for number, (phase, victim) in enumerate(scenarios.items()):
+            folder = Path(name, str(number))
+            folder.mkdir()
+            ranks = [
+                context.Process(target=be_rank, args=(rank, phase, victim, folder), daemon=True)
+                for rank in range(WORLD_SIZE)
+            ]
+            for process in ranks:
+                process.start()
+            deadline = time.monotonic() + LIMIT_SECONDS
+            ranks[victim].join(LIMIT_SECONDS)
+            ends[phase] = executor.submit(outcome, ranks, deadline, folder)
+        return {phase: end.result() for phase, end in ends.items()}
+
+
+def outcome(ranks: list[Any], deadline: float, folder: Path) -> dict[str, Any]:
+    """Waits for the end of a world, and gathers what the survivors report."""
+    hung = {process.sentinel: rank for rank, process in enumerate(ranks)}
+    while hung and (ended := wait(list(hung), max(deadline - time.monotonic(), 0.0))):
+        for sentinel in ended:
+            del hung[sentinel]
+    for rank in hung.values():
+        ranks[rank].kill()
+    for process in ranks:
+        process.join()
+    files = {rank: folder / f"{rank}.json" for rank in range(WORLD_SIZE)}
+    reports = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+    whole = checkpoint_format.newest(folder / "checkpoints")
+    number = None
+    if whole is not None:
+        read = checkpoint_format.resolve(whole)
+        manifest = checkpoint_format.Manifest.read(read)
+        checkpoint_format.check_files(read, manifest)
+        number = manifest.labels["number"]
+    return {
+        "exit_codes": [process.exitcode for process in ranks],
+        "hung": sorted(hung.values()),
+        "reports": reports,
+        "checkpoint": number,
+    }

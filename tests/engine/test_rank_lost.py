@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
 from typing import Any
 
 import pytest
+
+from . import dying_ranks
 
 SCENARIOS = {
     "micro-batch": 3,  # while training
@@ -32,16 +30,8 @@ LIMIT_SECONDS = 30.0
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Any]:
-    """All scenarios, one after the other, in processes of their own."""
-    arguments = [f"{phase}:{victim}" for phase, victim in SCENARIOS.items()]
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("dying_ranks.py")), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE,
-        timeout=400,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    """All scenarios, in processes of their own."""
+    return dying_ranks.outcomes(SCENARIOS)
 
 
 @pytest.mark.parametrize("phase", SCENARIOS)
@@ -49,7 +39,8 @@ def test_survivors_end_and_name_the_rank(outcomes: dict[str, Any], phase: str) -
     outcome = outcomes[phase]
     victim = SCENARIOS[phase]
     assert outcome["hung"] == []
-    assert sorted(map(int, outcome["reports"])) == [r for r in range(4) if r != victim]
+    assert outcome["exit_codes"] == [-signal.SIGKILL if rank == victim else 0 for rank in range(4)]
+    assert sorted(outcome["reports"]) == [r for r in range(4) if r != victim]
     for report in outcome["reports"].values():
         assert report["error"] == "RankLost", report
         assert f"rank {victim} stopped answering" in report["reason"] and "\n" not in report["reason"]
