@@ -6,6 +6,13 @@ import pytest
 from world import World
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread per process, for this one and its children: several ranks run on one machine."""
+    environment = pytest.MonkeyPatch()
+    environment.setenv("OMP_NUM_THREADS", "1")  # before torch is imported, which reads it once
+    config.add_cleanup(environment.undo)
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """Four ranks that live as long as the test session, and start with the first test that runs something."""

@@ -212,7 +212,6 @@ def refused(
         raise AssertionError("something was launched")
 
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(Fabric, "launch", launch)
     capsys.readouterr()
     assert main([command, *arguments]) == 2

@@ -122,7 +122,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_launched(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     checkpoint = newest("run/checkpoints")
     assert checkpoint is not None
     broken = folder / "broken"
