@@ -8,6 +8,7 @@ import sys
 import types
 from pathlib import Path
 
+import commands
 import pytest
 
 import copus_lightning
@@ -66,8 +67,8 @@ def test_every_public_name_is_there() -> None:
         assert getattr(copus_lightning, name) is not None
 
 
-def uses(registry: str) -> str:
-    """Code that asks Lightning for the strategy by name, and looks for traces of the wait."""
+def uses(imports: str, registry: str, tmp_path: Path) -> None:
+    """Asks Lightning for the strategy by name after some imports, and looks for traces of the wait."""
     factory = registry.split(".")[1]
     make, home, name = {
         "fabric": ("Fabric(accelerator='cpu', devices=1", "fabric", "CopusStrategy"),
@@ -77,13 +78,19 @@ def uses(registry: str) -> str:
             "CopusTrainerStrategy",
         ),
     }[factory]
-    return f"""
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import sys
+assert not {{"copus_lightning", "lightning"}} & sys.modules.keys()
+{imports}
 from copus_lightning.strategies.{home} import {name}
 assert isinstance({make}, strategy="copus").strategy, {name})
-import sys, {registry} as strategies
+import {registry} as strategies
 assert type(strategies.__loader__).__name__ == type(strategies.__spec__.loader).__name__ == "SourceFileLoader"
 assert "{registry}" not in [getattr(finder, "name", None) for finder in sys.meta_path]
-"""
+""")
+    done = commands.run(program, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -94,8 +101,8 @@ assert "{registry}" not in [getattr(finder, "name", None) for finder in sys.meta
     ],
     ids=["package first", "Lightning first"],
 )
-def test_the_name_of_the_fabric_strategy_works_in_either_order(imports: str) -> None:
-    run_python(imports + uses("lightning.fabric.strategies"))
+def test_the_name_of_the_fabric_strategy_works_in_either_order(imports: str, tmp_path: Path) -> None:
+    uses(imports, "lightning.fabric.strategies", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +113,8 @@ def test_the_name_of_the_fabric_strategy_works_in_either_order(imports: str) -> 
     ],
     ids=["package first", "Lightning first"],
 )
-def test_the_name_of_the_trainer_strategy_works_in_either_order(imports: str) -> None:
-    run_python(imports + uses("lightning.pytorch.strategies"))
+def test_the_name_of_the_trainer_strategy_works_in_either_order(imports: str, tmp_path: Path) -> None:
+    uses(imports, "lightning.pytorch.strategies", tmp_path)
 
 
 def test_a_waiting_registration_fires_once_and_leaves(

@@ -48,7 +48,6 @@ PRELOAD = (
     "deepspeed.runtime.pipe.engine",
     "deepspeed.runtime.bf16_optimizer",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # with torch's compiler
-    "lightning",
     "torchmetrics",
     "transformers.models.llama.modeling_llama",
 )
@@ -248,7 +247,7 @@ class World:
 
 
 def _serve(connection: Connection, rank: int, preload: tuple[str, ...], port: int, directory: str) -> None:
-    _die_with_parent()
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process ends the world
     stacks = Path(directory, f"rank{rank}").open("w")  # noqa: SIM115  (open as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -296,7 +295,7 @@ def _serve(connection: Connection, rank: int, preload: tuple[str, ...], port: in
         connection.send_bytes(answer)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ends this process when the test process ends, however it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
