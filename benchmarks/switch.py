@@ -8,7 +8,8 @@ a. `Engine.switch` in the running processes: with cached groups and the new layo
    on, and cold, with nothing prepared and new groups;
 b. restart from this package's own checkpoint: save, end the processes, start new ones, load, first step;
 c. DeepSpeed's own way: save, convert to its universal format, start new processes, load, first step;
-d. the physical bound: the bytes that the busiest rank must receive, over the bandwidth measured between ranks.
+d. the physical bound: the time in which ranks exchange the bytes that the busiest one must receive and do nothing
+   else, measured after each switch; the median, as of the switches.
 
 Every figure is seconds until training goes on; ratios are what to read, since all four share the machine.
 

@@ -96,6 +96,14 @@ class Carrier:
         self._arrived: list[str] = []
         self._freed: list[str] = []
         self._carried: Storages | None = None
+        self._first: Exchange | None = self._exchange(new, self.parts[0])
+        self._first.make_ready()
+
+    def _exchange(self, new: Live, part: Sequence[str]) -> Exchange:
+        source, target = self.held.storages, new.storages(part)
+        exchange = _exchange(self.assembler, self.plan, source, target, part, new.groups)
+        exchange.staged = self.staged
+        return exchange
 
     def move(self, part: Sequence[str]) -> None:
         """Carries some keys. Collective.
@@ -105,10 +113,8 @@ class Carrier:
         """
         new = self._new
         assert new is not None
-        exchange = _exchange(
-            self.assembler, self.plan, self.held.storages, new.storages(part), part, new.groups
-        )
-        exchange.staged, exchange.tamper = self.staged, self.tamper
+        exchange, self._first = self._first or self._exchange(new, part), None
+        exchange.tamper = self.tamper
         exchange.run()
         self.bytes_received += exchange.bytes_received
         self._arrived += part
@@ -123,6 +129,7 @@ class Carrier:
 
     def let_go(self) -> None:
         """To be called before the new layout is closed: keeps what only that has."""
+        self._first = None
         if self._new is not None:
             self._carried = self._new.storages(self._freed)
             self._new = None

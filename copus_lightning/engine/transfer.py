@@ -21,6 +21,8 @@ from copus_lightning.engine.exchange import ExchangePlan, Move, View
 DEFAULT_BUFFER_BYTES = 64 * 2**20
 LARGE = 64 * 2**10
 """Elements from which on a contiguous piece travels without the buffer."""
+PART = 2**20
+"""Elements of its messages: small enough to be summed up from the processor's cache when they arrive."""
 SLOTS = 2
 """Parts of the buffer for each direction: one travels while another is filled or emptied."""
 ELEMENT_BYTES = 4
@@ -95,6 +97,7 @@ class Exchange:
         self.slot = max(buffer_bytes // (2 * SLOTS * ELEMENT_BYTES), 2) // 2 * 2  # elements, an even number
         self.bytes_sent = self.bytes_received = 0
         self.tamper: Callable[[torch.Tensor], None] | None = None
+        self._ready: list[tuple[int, _Messages, _Messages]] | None = None
         self._buffer: torch.Tensor | None = None
         self._sent: dict[int, list[torch.Tensor]] = {}
         self._arrived: dict[int, list[torch.Tensor]] = {}
@@ -111,18 +114,30 @@ class Exchange:
         Raises:
             RuntimeError: What arrived has another checksum than what was sent.
         """
-        peers = list(rounds(dist.get_world_size(), self.plan.rank))
-        sends = {peer: self._messages(self.plan.sends.get(peer, []), self.source, "source") for peer in peers}
-        receives = {
-            peer: self._messages(self.plan.receives.get(peer, []), self.target, "target") for peer in peers
-        }
-        large = [self._post(peer, sends[peer][0], receives[peer][0]) for peer in peers]
+        messages = self._ready or self._lay_out()
+        self._ready = None
+        large = [self._post(peer, out.large, incoming.large) for peer, out, incoming in messages]
         self._keep()
         for flight in large:
             self._land(flight)
-        for peer in peers:
-            self._ferry(peer, sends[peer][1], receives[peer][1])
+        for peer, out, incoming in messages:
+            self._ferry(peer, out.packed, incoming.packed)
         self._compare()
+
+    def make_ready(self) -> None:
+        """Works out the messages ahead of :meth:`run`."""
+        self._ready = self._lay_out()
+
+    def _lay_out(self) -> list[tuple[int, _Messages, _Messages]]:
+        """For each peer in order of meeting, what goes to it and what comes from it."""
+        return [
+            (
+                peer,
+                self._messages(self.plan.sends.get(peer, []), self.source, "source"),
+                self._messages(self.plan.receives.get(peer, []), self.target, "target"),
+            )
+            for peer in rounds(dist.get_world_size(), self.plan.rank)
+        ]
 
     # -- what stays ----------------------------------------------------------------------------------------------
 
@@ -134,10 +149,8 @@ class Exchange:
 
     # -- what travels --------------------------------------------------------------------------------------------
 
-    def _messages(
-        self, moves: Sequence[Move], storages: Storages, side: str
-    ) -> tuple[list[torch.Tensor], list[Message]]:
-        """Flat messages that need no buffer, and what is to be packed, each in parts of a slot; alike on both ends."""
+    def _messages(self, moves: Sequence[Move], storages: Storages, side: str) -> _Messages:
+        """Cuts moves with one peer into messages, alike on both ends."""
         large: list[torch.Tensor] = []
         packed: list[Message] = []
         room = 0
@@ -145,7 +158,7 @@ class Exchange:
             for key in self.keys[move.tensor]:
                 view = storages.view(getattr(move, side), move.shape, key)
                 if self._needs_no_buffer(move):
-                    large.extend(view.view(-1).split(self.slot))
+                    large.extend(view.view(-1).split(PART))
                     continue
                 for part in self._fitting(view):
                     if part.numel() > room:
@@ -153,7 +166,7 @@ class Exchange:
                         room = self.slot
                     packed[-1].append(part)
                     room -= part.numel()
-        return large, packed
+        return _Messages(large, packed)
 
     def _needs_no_buffer(self, move: Move) -> bool:
         rows, columns = move.shape
@@ -256,6 +269,13 @@ class Exchange:
         for peer, here, there in zip(senders, mine, theirs, strict=True):
             if not torch.equal(here, there):
                 raise RuntimeError(f"a piece of state from rank {peer} arrived corrupted (checksum)")
+
+
+class _Messages(NamedTuple):
+    """What goes one way between two ranks: flat messages that need no buffer, and what is to be packed."""
+
+    large: list[torch.Tensor]
+    packed: list[Message]
 
 
 class _Flight(NamedTuple):
