@@ -36,7 +36,7 @@ class Command:
         cwd: Path,
         environment: Mapping[str, str | None] | None = None,
     ) -> None:
-        self.arguments = [str(program), *arguments]
+        self.arguments, self.cwd = [str(program), *arguments], cwd
         self._directory = tempfile.TemporaryDirectory(prefix="command")
         self._files = [Path(self._directory.name, name) for name in ("output", "errors")]
         changed = {**os.environ, **(environment or {})}

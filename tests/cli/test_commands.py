@@ -6,11 +6,13 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from lightning.fabric import Fabric
 
@@ -36,12 +38,6 @@ profiling: {accumulations: [1, 2, 4], repeats: 1, warmup_steps: 1}
 """
 
 
-def copus(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `copus` with ranks of its own."""
-    command = [sys.executable, "-m", "copus_lightning.cli", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
@@ -49,10 +45,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def running(folder: Path) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """`copus profile` and `copus fit`, from the module's first test on, on ranks of their own.
+
+    The latter as an interpreter of its own, like at a prompt.
+    """
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.csv").write_text("of an earlier run")
+    profile = ["profile", "--config", "tiny.yaml", "--output", "measured/profile.json"]
+    fit = [sys.executable, "-m", "copus_lightning.cli", "fit", "--config", "tiny.yaml", "run.run_dir=run"]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    commands.forks()  # here, not in the threads
+    with ThreadPoolExecutor(2) as executor:
+        yield {
+            "profile": executor.submit(commands.run, "copus_lightning.cli", *profile, cwd=folder),
+            "fit": executor.submit(subprocess.run, fit, cwd=folder, **options),
+        }
+
+
 @pytest.fixture(scope="module")
-def profiled(folder: Path) -> tuple[Path, str]:
+def profiled(folder: Path, running: dict[str, Future[subprocess.CompletedProcess[str]]]) -> tuple[Path, str]:
     """A measured profile, and what the command printed."""
-    done = copus("profile", "--config", "tiny.yaml", "--output", "measured/profile.json", cwd=folder)
+    done = running["profile"].result()
     assert done.returncode == 0, done.stderr
     return folder / "measured" / "profile.json", done.stdout
 
@@ -89,11 +104,11 @@ def test_profile_measures_every_layout(profiled: tuple[Path, str]) -> None:
     assert profile.table() in printed and "error of a fit" in printed and str(path.name) in printed
 
 
-def test_fit_measures_trains_and_leaves_a_run_directory(folder: Path) -> None:
+def test_fit_measures_trains_and_leaves_a_run_directory(
+    folder: Path, running: dict[str, Future[subprocess.CompletedProcess[str]]]
+) -> None:
     run_dir = folder / "run"
-    run_dir.mkdir()
-    (run_dir / "metrics.csv").write_text("of an earlier run")
-    done = copus("fit", "--config", "tiny.yaml", "run.run_dir=run", cwd=folder)
+    done = running["fit"].result()
     assert done.returncode == 0, done.stderr
     assert (run_dir / "earlier-1" / "metrics.csv").read_text() == "of an earlier run"
     assert load(run_dir / "config.yaml") == load(folder / "tiny.yaml", ["run.run_dir=run"])

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
+import commands
 import psutil
 import pytest
 
@@ -44,25 +49,112 @@ copus: {policy: static}
 """100 steps of 4 samples, with a checkpoint after every 20."""
 
 
+COPUS = ("copus_lightning.cli", "fit", "--config", "tiny.yaml")
+
+
+class Lost(NamedTuple):
+    """A run that lost its second rank, and what went on from it."""
+
+    returncode: int | None
+    errors: str
+    ending_seconds: float
+    n_rows: int
+    saved: Path | None
+    resumed: subprocess.CompletedProcess[str]
+
+
+class Runs(NamedTuple):
+    """Runs that began with the module's first test: while some wait, others work."""
+
+    folder: Path
+    preempted: Future[subprocess.CompletedProcess[str]]
+    lost: Future[Lost]
+    uninterrupted: Future[list[subprocess.CompletedProcess[str]]]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that got SIGTERM after 20 steps, on its first rank alone."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("resume")
-    (folder / "tiny.yaml").write_text(CONFIG)
-    command = [sys.executable, "-m", "copus_lightning.cli", "fit", "--config", "tiny.yaml"]
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    for name, text in {"preempted": CONFIG, "lost": LOST}.items():
+        (folder / name).mkdir()
+        (folder / name / "tiny.yaml").write_text(text)
+    commands.forks()  # here, not in the threads
+    with ThreadPoolExecutor(2) as executor:
+        yield Runs(
+            folder,
+            executor.submit(preempted, folder / "preempted"),
+            executor.submit(lost, folder / "lost"),
+            executor.submit(uninterrupted, folder / "lost"),
+        )
+
+
+def preempted(folder: Path) -> subprocess.CompletedProcess[str]:
+    """A run that got SIGTERM after 20 steps, on its first rank alone."""
+    with commands.Command(*COPUS, cwd=folder) as command:
         deadline = time.monotonic() + 240
         while not (folder / "run/metrics.csv").exists() or len(read_metrics(folder / "run")) < 20:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline and command.poll() is None, command.done(0)
             time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        printed, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
-    assert "pre-empted: go on with run.resume=auto" in printed
-    return folder
+        os.kill(command.pid, signal.SIGTERM)
+        return command.done(120)
+
+
+def lost(folder: Path) -> Lost:
+    """A run whose second rank is killed some steps after a checkpoint; and another that goes on from there."""
+    children: list[psutil.Process] = []
+    run_dir = folder / "run"
+    with commands.Command(*COPUS, "run.run_dir=run", cwd=folder) as command:
+        try:
+            deadline = time.monotonic() + 120
+            while (saved := newest(run_dir / "checkpoints")) is None or len(read_metrics(run_dir)) < int(
+                saved.name.removeprefix("step-")
+            ) + 10:
+                assert time.monotonic() < deadline and command.poll() is None, command.done(0)
+                time.sleep(0.02)
+            children = psutil.Process(command.pid).children(recursive=True)
+            (second,) = [child for child in children if child.environ().get("LOCAL_RANK") == "1"]
+            second.kill()
+            lost_at = time.monotonic()
+            done = command.done(60)
+            ending_seconds = time.monotonic() - lost_at
+        finally:
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+    n_rows, saved = len(read_metrics(run_dir)), newest(run_dir / "checkpoints")
+    resumed = commands.run(*COPUS, "run.run_dir=run", cwd=folder)
+    return Lost(done.returncode, done.stderr, ending_seconds, n_rows, saved, resumed)
+
+
+def uninterrupted(folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    """The same run to its end, on ranks that a launcher like torchrun has started; each rank's outcome."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            commands.Command(
+                *COPUS,
+                "run.run_dir=uninterrupted",
+                cwd=folder,
+                environment={**world, "RANK": rank, "LOCAL_RANK": rank},
+            )
+            for rank in ("0", "1")
+        ]
+        for rank in ranks:
+            stack.enter_context(rank)
+        return [rank.done(120) for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def folder(runs: Runs) -> Path:
+    """Of the run that was pre-empted."""
+    done = runs.preempted.result()
+    assert done.returncode == 0, done.stderr
+    assert "pre-empted: go on with run.resume=auto" in done.stdout
+    return runs.folder / "preempted"
 
 
 def test_a_run_that_is_pre_empted_saves_and_goes_on_where_it_was(folder: Path) -> None:
@@ -75,14 +167,7 @@ def test_a_run_that_is_pre_empted_saves_and_goes_on_where_it_was(folder: Path) -
     before = rows[-1]
 
     overrides = [f"run.max_tokens={before['tokens'] + 2000}", "parallel.layout=dp2-tp1-pp1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "copus_lightning.cli", "fit", "--config", "tiny.yaml", *overrides],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = commands.run(*COPUS, *overrides, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert f"goes on from run/checkpoints/{checkpoints[-1]} in" in done.stdout
     every_row = read_metrics(folder / "run", every_row=True)
@@ -139,54 +224,20 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_launched(
     assert Manifest.read(checkpoint).training["world_size"] == 2
 
 
-def test_a_run_that_loses_a_rank_says_so_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(LOST)
-    command = [sys.executable, "-m", "copus_lightning.cli", "fit", "--config", "tiny.yaml"]
-
-    def to_its_end(run_dir: str) -> str:
-        done = subprocess.run(
-            [*command, f"run.run_dir={run_dir}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    process = subprocess.Popen(
-        [*command, "run.run_dir=run"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    children: list[psutil.Process] = []
-    try:
-        deadline = time.monotonic() + 120
-        while (saved := newest(tmp_path / "run/checkpoints")) is None or len(
-            read_metrics(tmp_path / "run")
-        ) < int(saved.name.removeprefix("step-")) + 10:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-            time.sleep(0.02)
-        children = psutil.Process(process.pid).children(recursive=True)
-        (second,) = [child for child in children if child.environ().get("LOCAL_RANK") == "1"]
-        second.kill()
-        lost_at = time.monotonic()
-        _, errors = process.communicate(timeout=60)
-        ending_seconds = time.monotonic() - lost_at
-    finally:
-        process.kill()
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    assert process.returncode == 1 and ending_seconds < 30, (process.returncode, ending_seconds)
-    (line,) = errors.splitlines()
+def test_a_run_that_loses_a_rank_says_so_and_goes_on_as_if_nothing_had_been(runs: Runs) -> None:
+    lost, folder = runs.lost.result(), runs.folder / "lost"
+    assert lost.returncode == 1 and lost.ending_seconds < 30, (lost.returncode, lost.ending_seconds)
+    (line,) = lost.errors.splitlines()
     assert line.startswith("copus: rank 1 stopped answering") and "run.resume=auto" in line
-    assert len(read_metrics(tmp_path / "run")) < 100, "it was lost in the middle"
-    saved = newest(tmp_path / "run/checkpoints")
+    assert lost.n_rows < 100, "it was lost in the middle"
 
-    assert saved is not None and f"goes on from run/checkpoints/{saved.name} in" in to_its_end("run")
-    to_its_end("uninterrupted")
-    rows, expected = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "uninterrupted")
-    assert len(read_metrics(tmp_path / "run", every_row=True)) > 100, "some steps were made again"
+    assert lost.resumed.returncode == 0, lost.resumed.stderr
+    assert lost.saved is not None
+    assert f"goes on from run/checkpoints/{lost.saved.name} in" in lost.resumed.stdout
+    for rank in runs.uninterrupted.result():
+        assert rank.returncode == 0, rank.stderr
+    rows, expected = read_metrics(folder / "run"), read_metrics(folder / "uninterrupted")
+    assert len(read_metrics(folder / "run", every_row=True)) > 100, "some steps were made again"
     for found in (rows, expected):
         assert [row["step"] for row in found] == list(range(1, 101))
         assert [row["samples"] for row in found] == list(range(4, 401, 4))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
-import subprocess
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 
@@ -24,22 +25,38 @@ EXAMPLES = {name: ROOT / "examples" / f"{name}_train.py" for name in ("fabric", 
 MARK = "  # copus"
 
 
-def run_example(name: str, folder: Path, *arguments: str) -> str:
-    """Standard output of an example on two ranks, with a small model."""
-    small = ["--hidden-size=64", "--max-steps=45", f"--run-dir={folder / 'run'}"]
-    launched = {"LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED"}
-    environment = {key: value for key, value in os.environ.items() if key not in launched}
-    result = subprocess.run(
-        [sys.executable, EXAMPLES[name], *small, *arguments],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
+NOT_SET = dict.fromkeys(("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED"))
+"""What a launcher sets."""
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, commands.Command]]:
+    """Both examples, running at the same time on two ranks each, with a small model in a folder of its name."""
+    folder = tmp_path_factory.mktemp("examples")
+    for name in EXAMPLES:
+        (folder / name).mkdir()
+    small = load_script(EXAMPLES["trainer"].read_text()).LanguageModel(hidden_size=64)
+    fast_in_a_pipeline(small.model).save(folder / "trainer" / "profile.json")
+    more = {"fabric": [], "trainer": [f"--profile={folder / 'trainer' / 'profile.json'}"]}
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for name, arguments in more.items():
+            place = folder / name
+            command = commands.Command(
+                EXAMPLES[name],
+                *["--hidden-size=64", "--max-steps=45", f"--run-dir={place / 'run'}", *arguments],
+                cwd=place,
+                environment={**NOT_SET, "PYTHONPATH": str(ROOT)},
+            )
+            running[name] = stack.enter_context(command)
+        yield running
+
+
+def output_of(command: commands.Command) -> str:
+    """Standard output of an example that ended well."""
+    done = command.done()
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def validation_loss(output: str) -> float:
@@ -69,22 +86,20 @@ def fast_in_a_pipeline(model: Any) -> Profile:
     return Profile(model=sizes | settings, hardware=hardware, world_size=2, measurements=points)
 
 
-def test_the_fabric_example_as_it_stands(tmp_path: Path) -> None:
-    output = run_example("fabric", tmp_path)
-    assert validation_loss(output) < 5.0, "below log(257)"
-    rows = read_metrics(tmp_path / "run")
+def test_the_fabric_example_as_it_stands(examples: dict[str, commands.Command]) -> None:
+    command = examples["fabric"]
+    assert validation_loss(output_of(command)) < 5.0, "below log(257)"
+    rows = read_metrics(command.cwd / "run")
     assert [row["step"] for row in rows] == list(range(1, 46))
     assert {row["layout"] for row in rows} == {"dp2-tp1-pp1"}
     assert rows[0]["global_batch_size"] == 4
-    assert sum(event["kind"] == "decision" for event in read_events(tmp_path / "run")) >= 2
+    assert sum(event["kind"] == "decision" for event in read_events(command.cwd / "run")) >= 2
 
 
-def test_the_trainer_example_with_a_profile(tmp_path: Path) -> None:
-    small = load_script(EXAMPLES["trainer"].read_text()).LanguageModel(hidden_size=64)
-    fast_in_a_pipeline(small.model).save(tmp_path / "profile.json")
-    output = run_example("trainer", tmp_path, f"--profile={tmp_path / 'profile.json'}")
-    assert validation_loss(output) < 5.0, "below log(257)"
-    rows = read_metrics(tmp_path / "run")
+def test_the_trainer_example_with_a_profile(examples: dict[str, commands.Command]) -> None:
+    command = examples["trainer"]
+    assert validation_loss(output_of(command)) < 5.0, "below log(257)"
+    rows = read_metrics(command.cwd / "run")
     assert len(rows) == 45
     assert rows[0]["layout"] == "dp2-tp1-pp1" and rows[-1]["layout"] == "dp1-tp1-pp2"
 
