@@ -81,7 +81,7 @@ def main() -> None:
         gradient_clip_val=1.0,
         val_check_interval=args.max_steps // 2,
         limit_val_batches=8,
-        enable_checkpointing=False,  # copus: or ModelCheckpoint(save_weights_only=True)
+        enable_checkpointing=False,
         enable_model_summary=False,  # copus: it would count a stand-in
     )
     training = DataLoader(byte_corpus(SEQUENCE_LENGTH), batch_size=4, shuffle=True)

@@ -82,6 +82,7 @@ class ElasticDataLoader:
         self._stream: Iterator[Any] | None = None
         self._generation: Any | None = None
         self._iteration: _Iteration | None = None
+        self._batches_before = 0
 
     @property
     def position(self) -> int:
@@ -155,6 +156,13 @@ class ElasticDataLoader:
         self.batch_sampler.position = int(state_dict["position"])
         self._discard_prefetched()
 
+    def count_from(self, n_batches: int) -> None:
+        """Lets the next iteration count as one that has had so many batches already, for its length.
+
+        For a loop that was stopped within an iteration, and counts its batches over the stop.
+        """
+        self._batches_before = n_batches
+
     def __len__(self) -> int:
         """Batches of the iteration under way, or of the next one, if the global batch stays as it is."""
         iteration = self._iteration or self._begin_iteration()
@@ -167,6 +175,7 @@ class ElasticDataLoader:
                 # Also where a state was loaded under way that lies outside this iteration.
                 if iteration is None or not iteration.start <= self.position <= iteration.end:
                     iteration = self._iteration = self._begin_iteration()
+                    self._batches_before = 0
                 if self.position + self.global_batch_size > iteration.end:
                     return
                 batch = self._fetch()
@@ -193,7 +202,7 @@ class ElasticDataLoader:
         n = self.batch_sampler.order.n_samples
         # The first epoch boundary that leaves room for at least one global batch.
         end = -(-(self.position + self.global_batch_size) // n) * n
-        return _Iteration(start=self.position, end=end)
+        return _Iteration(self.position, end, self._batches_before)
 
     def _discard_prefetched(self) -> None:
         self._stream = None
@@ -258,10 +267,10 @@ class ElasticDataLoader:
 class _Iteration:
     """The stretch of positions that one pass over the loader covers."""
 
-    def __init__(self, start: int, end: int) -> None:
+    def __init__(self, start: int, end: int, n_batches: int) -> None:
         self.start = start
         self.end = end
-        self.n_batches = 0
+        self.n_batches = n_batches
 
 
 def _checked_shuffle(dataloader: Any) -> bool:

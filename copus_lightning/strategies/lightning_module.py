@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from typing_extensions import override
 
-NO_FULL_CHECKPOINTS = (
-    "CopusTrainerStrategy cannot save the optimizer's state yet: set enable_checkpointing=False, or save "
-    "weights with ModelCheckpoint(save_weights_only=True)"
-)
 NO_CLIPPING_BY_VALUE = 'gradient_clip_algorithm="value" is not supported: use "norm"'
-
-
-class CheckingLauncher(_SubprocessScriptLauncher):
-    """Refuses what is not supported before any process is launched."""
-
-    @override
-    def launch(
-        self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
-    ) -> Any:
-        if trainer is not None and trainer.lightning_module is not None:
-            refuse_unsupported(trainer, trainer.lightning_module)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -65,9 +47,6 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             "reload_dataloaders_every_n_epochs is not supported: leave it at 0, a new loader would start the "
             "order of samples anew"
         )
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
-            raise ValueError(NO_FULL_CHECKPOINTS)
 
 
 def language_model(module: pl.LightningModule) -> tuple[list[str], PreTrainedModel]:
@@ -102,15 +81,40 @@ class WholeWeights:
     def __init__(self, names: list[str], model: nn.Module) -> None:
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._own: dict[str, str] = {}
+        self._placeholders: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._own: dict[int, str] = {}
         for name, value in model.state_dict(keep_vars=True).items():
             for prefix in names:
                 if id(value) in first:
-                    self._own[f"{prefix}.{name}"] = first[id(value)]
+                    placeholder = torch.empty(value.shape, device="meta")
+                    self._placeholders[f"{prefix}.{name}"] = placeholder
+                    self._own[id(placeholder)] = first[id(value)]
                 else:
                     self._buffers[f"{prefix}.{name}"] = value.clone()
 
-    def state_dict(self, gathered: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole weights by their own names, to whole weights and buffers by the checkpoint's names."""
-        return {**self._buffers, **{name: gathered[own] for name, own in self._own.items()}}
+    def placeholders(self) -> dict[str, Tensor]:
+        """Buffers, and tensors on ``meta`` in place of the weights, by the checkpoint's names."""
+        return {**self._buffers, **self._placeholders}
+
+    def filled_in(self, state: Mapping[str, Any], gathered: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The state with whole weights where the placeholders are, under whatever name they are there now.
+
+        Raises:
+            ValueError: One was replaced by something computed from it.
+        """
+        filled = {}
+        for name, value in state.items():
+            own = self._own.get(id(value))
+            if own is None and isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(
+                    f"state_dict[{name!r}] was computed in on_save_checkpoint from a weight that is not gathered "
+                    "yet: leave weights out or rename them there, change their values after loading"
+                )
+            filled[name] = value if own is None else gathered[own]
+        return filled
+
+    def others(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state without weights and buffers of the model."""
+        known = self._own.keys() | {id(buffer) for buffer in self._buffers.values()}
+        return {name: value for name, value in state.items() if id(value) not in known}

@@ -11,7 +11,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -19,21 +18,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from copus_lightning.core.layout import Configuration, Layout
+from copus_lightning.data.loader import ElasticDataLoader
+from copus_lightning.strategies.launchers import CheckingLauncher
 from copus_lightning.strategies.lightning_module import (
     NO_CLIPPING_BY_VALUE,
-    NO_FULL_CHECKPOINTS,
-    CheckingLauncher,
     WholeWeights,
     language_model,
     refuse_unsupported,
 )
-from copus_lightning.strategies.loop_lengths import follow_loaders
+from copus_lightning.strategies.loop_lengths import batches_before, follow_loaders, resume_epoch
 from copus_lightning.strategies.precision import wanted_dtype
 from copus_lightning.strategies.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from copus_lightning.strategies.session import Options, Session
+from copus_lightning.strategies.trainer_checkpoints import TrainerCheckpoints
 
 
-class CopusTrainerStrategy(Processes, ParallelStrategy):
+class CopusTrainerStrategy(Processes, TrainerCheckpoints):
     """Trains the language model of a LightningModule with data, tensor and pipeline parallelism.
 
     The LightningModule is an ordinary one: ``training_step`` returns the loss of ``self.model(**batch)``,
@@ -57,9 +57,13 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
         timeout_seconds: Longest wait for another rank.
         process_group_backend: ``"nccl"`` or ``"gloo"``; default by device.
         seed: Of the order of samples; default: the one of ``seed_everything``, else 0.
+        async_save: A save copies the state to host memory and returns; a helper thread writes it while training
+            goes on. An error is raised by the next save.
 
-    Checkpoints of ``ModelCheckpoint(save_weights_only=True)`` hold the whole fp32 weights under the names
-    that they have in the LightningModule. Others are refused: they would need the optimizer's state.
+    ``ModelCheckpoint``, ``trainer.save_checkpoint`` and ``trainer.fit(ckpt_path=…)`` work as with any strategy,
+    see docs/checkpoints.md: a checkpoint is a folder that any layout and any number of ranks can load. With
+    ``save_weights_only=True`` it is a file of the whole fp32 weights under the names that they have in the
+    LightningModule.
 
     Raises:
         ValueError: The layout does not fit the number of devices; raised before any process is launched.
@@ -77,6 +81,7 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         process_group_backend: str | None = None,
         seed: int | None = None,
+        async_save: bool = False,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -101,12 +106,14 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
             buffer_bytes=buffer_bytes,
             timeout_seconds=timeout_seconds,
             seed=seed,
+            async_save=async_save,
         )
         self.session = Session(options)
         self.timeout_seconds = timeout_seconds
         self.process_group_backend = process_group_backend
         self._learning_rate_of_step = 0.0
         self._weights: WholeWeights | None = None
+        self._obsolete: list[_PATH] = []
 
     # -- what users call -------------------------------------------------------------------------------------
 
@@ -140,8 +147,8 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self.session.options.first_configuration(self.planned_world_size)  # refuses before anything starts
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = CheckingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        # Also where another launcher has made the processes: then it checks alone.
+        self._launcher = CheckingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
@@ -204,12 +211,20 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        training = self.lightning_module.trainer.training
-        if training and self.session.train_loader is not None:
+        trainer = self.lightning_module.trainer
+        if trainer.training and self.session.train_loader is not None:
             raise ValueError("train_dataloaders: pass one DataLoader, several have no common order")
-        return self.session.wrap_loader(dataloader, training)  # type: ignore[arg-type]
+        loader = self.session.wrap_loader(dataloader, trainer.training)  # type: ignore[arg-type]
+        if isinstance(loader, ElasticDataLoader):
+            loader.count_from(batches_before(trainer))
+        return loader
 
     # -- step ------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        resume_epoch(self.lightning_module.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -258,38 +273,12 @@ class CopusTrainerStrategy(Processes, ParallelStrategy):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         return Processes.broadcast(self, obj, src)
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights, on rank 0 alone. All ranks."""
-        assert self.lightning_module is not None
-        if self.session.engine is None or self._weights is None:
-            raise RuntimeError(
-                "the weights were given up when fit() ended: save them while it runs, with "
-                "ModelCheckpoint(save_weights_only=True)"
-            )
-        gathered = self.session.engine.gather()
-        if not self.is_global_zero:
-            return {}
-        return {**self.lightning_module.state_dict(), **self._weights.state_dict(gathered)}
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        raise ValueError(NO_FULL_CHECKPOINTS)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        raise ValueError(
-            "ckpt_path: CopusTrainerStrategy cannot resume from a checkpoint yet; load weights into the "
-            "LightningModule before fit()"
-        )
-
     @override
     def teardown(self) -> None:
         # Not the base's: it would move the module to the CPU, which fails for one that is still on meta.
         assert self.cluster_environment is not None and self.accelerator is not None
         self.session.close()
+        self.remove_obsolete()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

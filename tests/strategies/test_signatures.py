@@ -87,8 +87,7 @@ def test_nothing_abstract_is_left(cls: type) -> None:
 def test_both_strategies_take_the_same_options() -> None:
     fabric, trainer = (inspect.signature(c).parameters for c in (CopusStrategy, CopusTrainerStrategy))
     names = list(fabric)
-    # Checkpoints of the whole run are Fabric's alone so far.
-    ours = [n for n in names[: names.index("accelerator")] if n != "async_save"]
+    ours = names[: names.index("accelerator")]
     assert list(trainer)[: len(ours)] == ours
     for name in ours:
         assert fabric[name].default == trainer[name].default, name
