@@ -6,7 +6,6 @@ of their own.
 
 from __future__ import annotations
 
-import gc
 import os
 import runpy
 import subprocess
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from world import die_with_parent, forks
+from world import begin_fork, forks
 
 
 class Command:
@@ -82,8 +81,7 @@ def run(
 
 
 def _become(arguments: list[str], cwd: Path, variables: dict[str, str], files: list[Path]) -> None:
-    die_with_parent()
-    gc.freeze()  # as cheap as in an interpreter that has not imported more than it needs
+    begin_fork()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)

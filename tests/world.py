@@ -247,7 +247,7 @@ class World:
 
 
 def _serve(connection: Connection, rank: int, preload: tuple[str, ...], port: int, directory: str) -> None:
-    die_with_parent()
+    begin_fork()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process ends the world
     stacks = Path(directory, f"rank{rank}").open("w")  # noqa: SIM115  (open as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -263,7 +263,7 @@ def _serve(connection: Connection, rank: int, preload: tuple[str, ...], port: in
         torch.set_num_threads(1)
         for module in preload:
             importlib.import_module(module)
-        gc.freeze()  # what was imported is for ever: collecting garbage need not walk through it
+        gc.freeze()
         store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
         answer = pickle.dumps((True, None))
     except Exception as error:
@@ -295,8 +295,12 @@ def _serve(connection: Connection, rank: int, preload: tuple[str, ...], port: in
         connection.send_bytes(answer)
 
 
-def die_with_parent() -> None:
-    """Ends this process when the test process ends, however it ends."""
+def begin_fork() -> None:
+    """Makes a fork like an interpreter of its own, which ends with the test process, however that ends."""
+    import numpy as np
+
+    np.random.seed()  # Python's generator sees to that itself
+    gc.freeze()  # what was imported is for ever: collecting garbage need not walk through it
     parent = multiprocessing.parent_process()
     assert parent is not None
     sentinel = parent.sentinel

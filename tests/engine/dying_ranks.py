@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from world import forks
+from world import begin_fork, forks
 
 from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.engine import checkpoint_format
@@ -70,7 +69,7 @@ def run_rank(rank: int, phase: str, victim: int, folder: Path) -> dict[str, Any]
 
 def be_rank(rank: int, phase: str, victim: int, folder: Path) -> None:
     """A rank's process: leaves a report in the folder, unless it dies."""
-    gc.freeze()  # what was imported is for ever
+    begin_fork()
     try:
         result = run_rank(rank, phase, victim, folder)
         (folder / f"{rank}.json").write_text(json.dumps(result))
