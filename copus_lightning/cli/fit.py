@@ -19,7 +19,6 @@ from copus_lightning.cli.launch import (
     launched,
     leave,
     make_fabric,
-    name_lost_rank,
     set_threads,
 )
 from copus_lightning.cli.measuring import describe_hardware, describe_model, layouts_to_measure, measure
@@ -114,11 +113,8 @@ def run(ready: Ready) -> int:
         except (ValueError, KeyError) as error:  # the same on all ranks: the checkpoint is damaged
             fabric.strategy.teardown()
             return refuse(error, fabric)
-        try:
+        with fabric.strategy.naming_lost_rank():
             training.run()
-        except RuntimeError as error:
-            name_lost_rank(error, fabric)
-            raise
         if fabric.is_global_zero:
             training.close(profiling_seconds)
         fabric.strategy.teardown()

@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
-import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +18,6 @@ import torch
 
 from copus_lightning.config import Config, ConfigError, RunConfig
 from copus_lightning.core.layout import Configuration
-
-NOTICE_SECONDS = 20.0
-"""How long the ranks that are left have to agree on who is lost."""
 
 
 @dataclass(frozen=True)
@@ -163,63 +157,17 @@ def launched(fabric: Any) -> Iterator[None]:
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    children: list[subprocess.Popen[bytes]] = getattr(fabric.strategy.launcher, "procs", [])
-    done = threading.Event()
+    launcher = fabric.strategy.launcher
     try:
         fabric.launch()
-        if children:
-            # Lightning kills this process, too, soon after a child is gone: before it could say which rank was
-            # lost. Its observer ends once it has none to observe.
-            children, observed = list(children), children
-            observed.clear()
-            watch = threading.Thread(target=_watch, args=(children, fabric.global_rank, done), daemon=True)
-            watch.start()
         yield
     except BaseException:
-        _kill(children)
+        if launcher is not None and launcher.watch is not None:
+            launcher.watch.end_ranks()
         raise
     finally:
-        done.set()
-
-
-def _watch(children: Sequence[subprocess.Popen[bytes]], first: int, done: threading.Event) -> None:
-    """Ends this process if a child failed and the run does not come to know of it, as in a collective of GPUs."""
-    while not done.wait(1.0):
-        lost = [first + n for n, child in enumerate(children, start=1) if child.poll()]
-        if lost and not done.wait(NOTICE_SECONDS):
-            print(
-                f"copus: rank {lost[0]} ended with an error: start the run again with run.resume=auto",
-                file=sys.stderr,
-                flush=True,
-            )
-            _kill(children)
-            os._exit(1)
-
-
-def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        if child.poll() is None:
-            child.kill()
-
-
-def name_lost_rank(error: RuntimeError, fabric: Any) -> None:
-    """Finds out who is gone, if all that an error says is that a connection broke. On every rank that is left.
-
-    Such errors come from collectives between the phases that the ranks agree on, like those of the optimizer.
-
-    Raises:
-        RankLost: Names the rank.
-    """
-    from copus_lightning.engine.failures import CONNECTION, CollectiveError, describe
-
-    session = fabric.strategy.session
-    if isinstance(error, CollectiveError) or session.engine is None:
-        return
-    traceback = error.__traceback__
-    failure = describe(error, fabric.global_rank)
-    if failure.kind == CONNECTION:
-        session.engine.agreement.agree("training", failure)
-    error.__traceback__ = traceback
+        if launcher is not None and launcher.watch is not None:
+            launcher.watch.stop()
 
 
 def leave() -> None:

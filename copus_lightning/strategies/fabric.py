@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.types import _PATH, _Stateful
@@ -20,6 +19,7 @@ from typing_extensions import override
 
 from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.strategies import checkpoints
+from copus_lightning.strategies.launchers import WatchingLauncher
 from copus_lightning.strategies.precision import wanted_dtype
 from copus_lightning.strategies.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from copus_lightning.strategies.session import Facade, Options, Session
@@ -129,9 +129,7 @@ class CopusStrategy(Processes, ParallelStrategy):
             self.planned_world_size
         )  # refuses before anything is launched
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = WatchingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +16,15 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from copus_lightning.strategies.session import Session
+
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 
 
 class Processes:
     """Mixed into a parallel strategy of Fabric or of Trainer, which bring devices and cluster environment."""
 
+    session: Session
     parallel_devices: Any
     cluster_environment: Any
     local_rank: int
@@ -82,21 +86,28 @@ class Processes:
         """None: samples are chosen by global position (:mod:`copus_lightning.data`), not by a fixed sampler."""
         return None
 
+    def naming_lost_rank(self) -> AbstractContextManager[None]:
+        """As :meth:`Session.naming_lost_rank`."""
+        return self.session.naming_lost_rank()
+
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over all ranks; anything else is returned as it is."""
         if isinstance(tensor, torch.Tensor):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            with self.naming_lost_rank():
+                return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Waits for all ranks."""
         if dist.is_initialized():
-            dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
+            with self.naming_lost_rank():
+                dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Sends an object of rank ``src`` to all."""
         if not dist.is_initialized():
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src)
+        with self.naming_lost_rank():
+            dist.broadcast_object_list(box, src)
         return box[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +186,8 @@ class Session:
     def forward(self, batch: Mapping[str, torch.Tensor], training: bool) -> CausalLMOutput:
         """Forward (and, in training, backward) of one step; the loss is the mean over the global batch."""
         if not training:
-            total, n_tokens = self.live.evaluate(batch)
+            with self.naming_lost_rank():
+                total, n_tokens = self.live.evaluate(batch)
             return CausalLMOutput(loss=(total / n_tokens.clamp(min=1)).float())
         started = time.perf_counter()
         self.sequence_length = batch["input_ids"].shape[1]
@@ -206,7 +208,8 @@ class Session:
 
         Both are of the loss whose backward pass was run, with whatever it was multiplied with.
         """
-        return self.live.clip(max_norm) * abs(self._scale())
+        with self.naming_lost_rank():
+            return self.live.clip(max_norm) * abs(self._scale())
 
     def _scale(self) -> float:
         return float(sum(s.item() for s in self._scales))
@@ -223,7 +226,8 @@ class Session:
                 "the optimizer was stepped without a backward pass of the model's loss: call "
                 "fabric.backward(loss) before optimizer.step(), or return the loss from training_step"
             )
-        self.outcome = self.live.update(self._scale(), self.learning_rate_factor)
+        with self.naming_lost_rank():
+            self.outcome = self.live.update(self._scale(), self.learning_rate_factor)
         self._scales.clear()
         self.step_seconds += time.perf_counter() - started
         return self.outcome
@@ -239,6 +243,47 @@ class Session:
             )
         self.on_switched()
         return report
+
+    # -- a rank that is gone -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def naming_lost_rank(self) -> Iterator[None]:
+        """Finds out who is gone, if all that an error in the block says is that a connection broke.
+
+        Such errors come from collectives between the phases that the ranks agree on, like those of the optimizer.
+        Every rank that is left gets one.
+
+        Raises:
+            RankLost: Names the rank.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self._name_lost_rank(error)
+            raise
+
+    def _name_lost_rank(self, error: RuntimeError) -> None:
+        if self.engine is None or hasattr(error, "described"):
+            return
+        from copus_lightning.engine.failures import CONNECTION, CollectiveError, describe
+
+        if isinstance(error, CollectiveError):
+            return
+        error.described = True  # type: ignore[attr-defined]  # a block around this one need not ask again
+        link: BaseException | None = error
+        chain = []
+        while link is not None:
+            chain.append((link, link.__traceback__))
+            link = link.__cause__ or link.__context__
+        failure = describe(error, self._rank)
+        if failure.kind == CONNECTION:
+            try:
+                self.engine.agreement.agree("training", failure)
+            finally:
+                error.__traceback__ = chain[0][1]
+            return
+        for link, traceback in chain:
+            link.__traceback__ = traceback
 
     # -- checkpoints, see :mod:`copus_lightning.strategies.checkpoints` ----------------------------------------
 

@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.data.loader import ElasticDataLoader
-from copus_lightning.strategies.launchers import CheckingLauncher
 from copus_lightning.strategies.lightning_module import (
     NO_CLIPPING_BY_VALUE,
     WholeWeights,
@@ -31,9 +30,10 @@ from copus_lightning.strategies.precision import wanted_dtype
 from copus_lightning.strategies.processes import DEFAULT_TIMEOUT_SECONDS, Processes
 from copus_lightning.strategies.session import Options, Session
 from copus_lightning.strategies.trainer_checkpoints import TrainerCheckpoints
+from copus_lightning.strategies.trainer_launcher import CheckingLauncher
 
 
-class CopusTrainerStrategy(Processes, TrainerCheckpoints):
+class CopusTrainerStrategy(TrainerCheckpoints):
     """Trains the language model of a LightningModule with data, tensor and pipeline parallelism.
 
     The LightningModule is an ordinary one: ``training_step`` returns the loss of ``self.model(**batch)``,

@@ -17,7 +17,7 @@ from copus_lightning.engine.checkpoint_format import Manifest
 from copus_lightning.strategies import checkpoints
 from copus_lightning.strategies.lightning_module import WholeWeights
 from copus_lightning.strategies.loop_lengths import settle_epoch
-from copus_lightning.strategies.session import Session
+from copus_lightning.strategies.processes import Processes
 
 NAMES = {"model": "model", "optimizer": "optimizer"}
 """Under which names a Fabric script finds the two."""
@@ -26,7 +26,7 @@ KEYWORDS = ("last", "best", "hpc")
 """Values of ``ckpt_path`` that Trainer turns into a path later on."""
 
 
-class TrainerCheckpoints(ParallelStrategy):
+class TrainerCheckpoints(Processes, ParallelStrategy):
     """The part of :class:`copus_lightning.CopusTrainerStrategy` that saves and loads.
 
     A checkpoint with the optimizer is a folder as :class:`copus_lightning.CopusStrategy` writes it. Its entries
@@ -37,7 +37,6 @@ class TrainerCheckpoints(ParallelStrategy):
         weights_only: What ``trainer.fit(weights_only=…)`` was called with.
     """
 
-    session: Session
     weights_only: bool | None = None
     _weights: WholeWeights | None
     _obsolete: list[_PATH]
@@ -130,7 +129,7 @@ class TrainerCheckpoints(ParallelStrategy):
             ValueError: It is not whole, is of another model or optimizer, or was not saved by Trainer; one line,
                 and nothing was changed.
         """
-        path = self.broadcast(checkpoint_path)
+        path = Processes.broadcast(self, checkpoint_path)
         refuse_file(path)
         # Lightning passes it on to strategies that load before they are set up, and to no other.
         trust = self.weights_only if weights_only is None else weights_only

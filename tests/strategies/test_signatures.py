@@ -10,9 +10,10 @@ import pytest
 
 from copus_lightning import CopusCallback, CopusStrategy, CopusTrainerStrategy
 from copus_lightning.strategies.trainer import EnginePrecision
+from copus_lightning.strategies.trainer_launcher import CheckingLauncher
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-CLASSES = (CopusStrategy, CopusTrainerStrategy, EnginePrecision, CopusCallback)
+CLASSES = (CopusStrategy, CopusTrainerStrategy, EnginePrecision, CopusCallback, CheckingLauncher)
 
 
 def is_ours(cls: type) -> bool:
