@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+_LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -56,8 +58,8 @@ def trim() -> None:
 
     Pieces of ever new sizes, made in helper threads, leave holes in its arenas that add up over many switches.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
 
 
 class PeakMemory:

@@ -339,6 +339,7 @@ class ShardOptimizer:
         """Drops hooks and references."""
         if self.flat is not None:
             self.flat.destroy()
+            self.flat.__dict__.clear()  # it refers to itself by the hooks it had
             self.flat = None
         self.torch_optimizer.state.clear()
         self.parameters = {}

@@ -208,7 +208,12 @@ class StageEngine(PipelineEngine):
         set_autotp_mode(training=True)
 
     def deactivate(self) -> None:
-        """Leaves the layout: frees what DeepSpeed's globals hold of this engine, if it is the active one."""
+        """Leaves the layout and empties this engine, for good.
+
+        Frees what DeepSpeed's globals hold of it, if it is the active one.
+        """
+        if "grid" not in vars(self):
+            return
         if deepspeed_groups.mpu is self.grid:
             reset_globals()
         # Outputs carry backward hooks that refer to this engine, a cycle through C++ that no collector sees.
@@ -224,6 +229,10 @@ class StageEngine(PipelineEngine):
         for parameter in self.module.parameters():
             parameter.__dict__.clear()
         self.destroy()
+        # Closures, hooks and timers refer to this engine from within. Without this, weights and gradients would stay
+        # until a garbage collector comes along, beside those of the next layout.
+        self.module.loss_fn = None  # type: ignore[assignment]
+        self.__dict__.clear()
 
     # -- one step ----------------------------------------------------------------------------------------------
 
