@@ -18,7 +18,7 @@ from copus_lightning.engine.groups import LayoutGroups
 from copus_lightning.engine.layers import vocabulary_cross_entropy
 from copus_lightning.engine.memory import Sizes
 from copus_lightning.engine.model import ModelDescription
-from copus_lightning.engine.optimizer import MASTER, OptimizerHandle, ShardOptimizer
+from copus_lightning.engine.optimizer import MASTER, OptimizerHandle, ShardOptimizer, is_flat
 from copus_lightning.engine.pipeline import MicroBatch, StageEngine, reset_globals
 from copus_lightning.engine.probes import GradientNorms, MicroBatchProbe
 from copus_lightning.engine.state import LogicalTensor, Piece, StateMap
@@ -261,6 +261,13 @@ class Assembler:
     def state_keys(self, with_state: bool) -> tuple[str, ...]:
         """Names of what is carried: the masters, and the moments if there are any."""
         return self.handle.all_keys(with_state)
+
+    @property
+    def flat_groups(self) -> list[int] | None:
+        """Param group of each tensor, if the pieces of a group lie end to end in one storage."""
+        if not is_flat(self.settings.zero_stage, self.settings.dtype):
+            return None
+        return [tensor.group for tensor in self.state_map.tensors]
 
     def sizes(self, layout: Layout, with_state: bool) -> Sizes:
         """What this rank has under a layout, masters of fp32 weights counted as if they were a copy."""

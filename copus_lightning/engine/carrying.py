@@ -179,4 +179,6 @@ def _exchange(
     wanted = [tuple(k for k in handle.keys(group) if k in part) for group in range(len(handle.schemas))]
     keys = [wanted[tensor.group] for tensor in assembler.state_map.tensors]
     buffer_bytes = assembler.settings.buffer_bytes
-    return Exchange(plan, source, target, keys, groups.world, assembler.device, buffer_bytes)
+    return Exchange(
+        plan, source, target, keys, groups.world, assembler.device, buffer_bytes, assembler.flat_groups
+    )

@@ -28,11 +28,13 @@ class View(NamedTuple):
         piece: Index in `StateMap.pieces(layout, rank)` of the rank on this side.
         offset: First element, counted from the start of the piece's flat storage.
         stride: Elements from one row to the next; within a row they are adjacent.
+        position: First element, counted from the start of the rank's flat group or partition.
     """
 
     piece: int
     offset: int
     stride: int
+    position: int
 
 
 class Move(NamedTuple):
@@ -161,8 +163,8 @@ class _Planner:
         self._cell_ranks: dict[tuple[bool, tuple[_Cell, ...]], list[int]] = {}
         self._takers: dict[_Cells, list[int]] = {}
         self._given: dict[tuple[_Cells, int], tuple[int | None, list[int]]] = {}
-        # Index of a piece, columns and elements left out before its first one, and width of a row.
-        self._storages: dict[tuple[bool, int, int, int, int], tuple[int, int, int]] = {}
+        # Index of a piece, columns and elements left out before its first one, width of a row, place in its group.
+        self._storages: dict[tuple[bool, int, int, int, int], tuple[int, int, int, int]] = {}
 
     def plan(self) -> ExchangePlan:
         result = ExchangePlan(self.rank)
@@ -260,11 +262,12 @@ class _Planner:
         key = side is self.target, tensor, stage, tensor_rank, data_rank
         if key not in self._storages:
             low, high = side.columns(tensor, tensor_rank)
-            skipped = low + side.piece(tensor, stage, tensor_rank, data_rank).flat_start
+            piece = side.piece(tensor, stage, tensor_rank, data_rank)
             index = side.piece_index(tensor, stage, tensor_rank, data_rank)
-            self._storages[key] = index, skipped, high - low
-        piece, skipped, width = self._storages[key]
-        return View(piece, top * width + left - skipped, width)
+            self._storages[key] = index, low + piece.flat_start, high - low, piece.group_offset
+        index, skipped, width, start = self._storages[key]
+        offset = top * width + left - skipped
+        return View(index, offset, width, start + offset)
 
 
 def merge(moves: list[Move]) -> list[Move]:

@@ -203,6 +203,11 @@ def _no_memory_report() -> Iterator[None]:
         bf16_optimizer.see_memory_usage = before
 
 
+def is_flat(zero_stage: int, dtype: torch.dtype) -> bool:
+    """Whether masters and moments lie in flat storages, a param group in each; else they are the parameters' own."""
+    return zero_stage == 1 or dtype != torch.float32
+
+
 @dataclass
 class ShardOptimizer:
     """The optimizer of one rank under one layout.
@@ -231,7 +236,7 @@ class ShardOptimizer:
         self.torch_optimizer = instantiate(self.handle.optimizer, arguments)
         self.flat = None
         dtype = next(iter(self.parameters.values())).dtype
-        if self.zero_stage == 1 or dtype != torch.float32:
+        if is_flat(self.zero_stage, dtype):
             names = {p: n for n, p in self.parameters.items()}
             self.flat = FlatOptimizer(self.torch_optimizer, names, self.shards)
 

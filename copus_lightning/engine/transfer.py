@@ -1,9 +1,10 @@
 """Carries out an exchange plan between the ranks of a layout.
 
-Large pieces go straight from the old place to the new one, all posted at once; while they travel, a rank copies what
-it keeps. Small and strided pieces are packed per peer into one bounded buffer, filled and emptied while another part
-of it travels. There, peers meet in the rounds of a round-robin tournament, so that every rank talks to one other at a
-time and no cycle can form; a pair that has nothing to exchange skips its round without a word.
+Pieces that lie side by side on both ends count as one. Large ones go straight from the old place to the new one, all
+posted at once; while they travel, a rank copies what it keeps. Small and strided pieces are packed per peer into one
+bounded buffer, filled and emptied while another part of it travels. There, peers meet in the rounds of a round-robin
+tournament, so that every rank talks to one other at a time and no cycle can form; a pair that has nothing to exchange
+skips its round without a word.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Exchange:
         group: Group of all ranks over which pieces travel.
         device: Where the backend wants its buffers.
         buffer_bytes: Size of the buffer; half serves sending and half receiving.
+        flat_groups: Param group of each tensor if the pieces of a group lie end to end in one flat storage on all
+            ranks, else None.
         staged: Some rank's pieces are not on its device, so all travel through the buffers. Alike on all ranks.
 
     Attributes:
@@ -90,10 +93,11 @@ class Exchange:
         group: ProcessGroup | None,
         device: torch.device,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        flat_groups: Sequence[int] | None = None,
         staged: bool = False,
     ) -> None:
         self.plan, self.source, self.target, self.keys = plan, source, target, keys
-        self.group, self.device, self.staged = group, device, staged
+        self.group, self.device, self.flat_groups, self.staged = group, device, flat_groups, staged
         self.slot = max(buffer_bytes // (2 * SLOTS * ELEMENT_BYTES), 2) // 2 * 2  # elements, an even number
         self.bytes_sent = self.bytes_received = 0
         self.tamper: Callable[[torch.Tensor], None] | None = None
@@ -142,10 +146,37 @@ class Exchange:
     # -- what stays ----------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        for move in self.plan.keeps:
-            for key in self.keys[move.tensor]:
-                mine = self.source.view(move.source, move.shape, key)
-                self.target.view(move.target, move.shape, key).copy_(mine, non_blocking=True)
+        for run in self._runs(self.plan.keeps):
+            for key in self.keys[run.tensor]:
+                mine = self.source.view(run.source, run.shape, key)
+                self.target.view(run.target, run.shape, key).copy_(mine, non_blocking=True)
+
+    def _runs(self, moves: Sequence[Move]) -> list[_Run]:
+        """The moves, those that lie side by side in flat storages of both ends joined; alike on both ends."""
+        runs: list[_Run] = []
+        for move in moves:
+            run = _Run(move.tensor, move.shape, move.source, move.target)
+            if not run.contiguous:
+                runs.append(run)
+                continue
+            run = run._replace(shape=(1, move.numel))
+            last = runs[-1] if runs else None
+            if last is not None and self._follows(last, run):
+                runs[-1] = last._replace(shape=(1, last.numel + run.numel))
+            else:
+                runs.append(run)
+        return runs
+
+    def _follows(self, last: _Run, run: _Run) -> bool:
+        groups = self.flat_groups
+        return (
+            groups is not None
+            and not self.staged
+            and last.contiguous
+            and groups[last.tensor] == groups[run.tensor]
+            and last.source.position + last.numel == run.source.position
+            and last.target.position + last.numel == run.target.position
+        )
 
     # -- what travels --------------------------------------------------------------------------------------------
 
@@ -154,10 +185,11 @@ class Exchange:
         large: list[torch.Tensor] = []
         packed: list[Message] = []
         room = 0
-        for move in moves:
-            for key in self.keys[move.tensor]:
-                view = storages.view(getattr(move, side), move.shape, key)
-                if self._needs_no_buffer(move):
+        for run in self._runs(moves):
+            needs_no_buffer = run.contiguous and run.numel >= LARGE and not self.staged
+            for key in self.keys[run.tensor]:
+                view = storages.view(getattr(run, side), run.shape, key)
+                if needs_no_buffer:
                     large.extend(view.view(-1).split(PART))
                     continue
                 for part in self._fitting(view):
@@ -167,11 +199,6 @@ class Exchange:
                     packed[-1].append(part)
                     room -= part.numel()
         return _Messages(large, packed)
-
-    def _needs_no_buffer(self, move: Move) -> bool:
-        rows, columns = move.shape
-        contiguous = rows == 1 or move.source.stride == columns == move.target.stride
-        return contiguous and move.numel >= LARGE and not self.staged
 
     def _fitting(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
         """A matrix in parts of at most a slot: blocks of rows, or parts of a row that is longer."""
@@ -269,6 +296,26 @@ class Exchange:
         for peer, here, there in zip(senders, mine, theirs, strict=True):
             if not torch.equal(here, there):
                 raise RuntimeError(f"a piece of state from rank {peer} arrived corrupted (checksum)")
+
+
+class _Run(NamedTuple):
+    """Elements that move together: rows of one piece, or (as one row) what several pieces have side by side."""
+
+    tensor: int
+    shape: tuple[int, int]
+    source: View
+    target: View
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def contiguous(self) -> bool:
+        """On both ends."""
+        rows, columns = self.shape
+        return rows == 1 or self.source.stride == columns == self.target.stride
 
 
 class _Messages(NamedTuple):

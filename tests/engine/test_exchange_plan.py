@@ -254,7 +254,8 @@ def test_share_out_prefers_the_node_then_the_least_loaded() -> None:
 def test_merge_joins_what_is_one_rectangle_and_nothing_else() -> None:
     def move(rows: tuple[int, int], columns: tuple[int, int], tensor: int = 0) -> Move:
         offset = rows[0] * 10 + columns[0]
-        return Move(tensor, rows, columns, View(0, offset, 10), View(0, offset, 10))
+        view = View(piece=0, offset=offset, stride=10, position=offset)
+        return Move(tensor, rows, columns, view, view)
 
     assert merge([move((0, 1), (0, 3)), move((0, 1), (3, 7))]) == [move((0, 1), (0, 7))]
     assert merge([move((0, 1), (2, 5)), move((1, 4), (2, 5))]) == [move((0, 4), (2, 5))]
