@@ -130,7 +130,7 @@ class Agreement:
         plural = "s" if len(missing) > 1 else ""
         raise RankLost(
             f"rank{plural} {names} stopped answering in phase '{phase}' (noticed by rank {self.rank}): the run "
-            "cannot go on; start it again with run.resume=auto"
+            "cannot go on; start it again from its last checkpoint (copus fit: run.resume=auto)"
         )
 
     def _missing(self, call: str, seconds: float) -> list[int]:

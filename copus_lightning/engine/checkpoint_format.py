@@ -88,7 +88,7 @@ class Manifest:
         if not path.is_file():
             raise ValueError(
                 f"{folder} is not a complete checkpoint of copus-lightning: it has no {MANIFEST}; give the folder "
-                "that fabric.save wrote"
+                "that fabric.save or Trainer wrote"
             )
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -221,11 +221,13 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     if not found.exists() and (previous(found) / MANIFEST).is_file():
         return previous(found)
     if not found.exists():
-        raise ValueError(f"checkpoint {found} does not exist: give the folder that fabric.save wrote")
+        raise ValueError(
+            f"checkpoint {found} does not exist: give the folder that fabric.save or Trainer wrote"
+        )
     if not found.is_dir():
         raise ValueError(
-            f"checkpoint {found} is a file, not a folder that fabric.save wrote with this strategy: load weights "
-            "from a file into the model before fabric.setup()"
+            f"checkpoint {found} is a file, not a folder that fabric.save or Trainer wrote with this strategy: load "
+            "weights from a file into the model before it is set up"
         )
     return found
 

@@ -279,7 +279,7 @@ def test_what_else_a_script_may_do(world: World, tmp_path: Path) -> None:
     assert found["nothing overwritten"]
     expected = {
         "raw optimizer": "ValueError: AdamW alone cannot be loaded",
-        "raw file": "is a file, not a folder that fabric.save wrote with this strategy",
+        "raw file": "is a file, not a folder that fabric.save or Trainer wrote with this strategy",
         "nowhere": "nowhere does not exist",
         "weights only": "holds weights alone: load the model without the optimizer",
         "other name": "KeyError: the state has the model as 'net'",
