@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from copus_lightning.engine.agreement import Agreement
 
-POLL_SECONDS = 0.25
+POLL_SECONDS = 1.0
 
 
 class Watch:
