@@ -2,7 +2,8 @@
 copus-lightning adds; what it takes away is the accumulation loop, since one batch is one optimizer step.
 
     python examples/fabric_train.py                                    # the batch follows the noise scale
-    python examples/fabric_train.py --profile runs/demo/profile.json   # and batch and layout follow Goodput
+    # and batch and layout follow Goodput:
+    python examples/fabric_train.py --profile runs/demo/profile.json --micro-batch-size 2
 
 `copus profile --config configs/demo.yaml` measures a profile of this model on this machine.
 """
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--run-dir", default="runs/fabric")
     parser.add_argument("--profile", help="measured throughput: the layout changes too")  # copus
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="to begin with")  # copus
     parser.add_argument("--layout", help="where to begin, like dp1-tp1-pp2")  # copus
     args = parser.parse_args()
 
@@ -58,7 +60,7 @@ def main() -> None:
     fabric = L.Fabric(
         accelerator="cpu",
         devices=args.devices,
-        strategy=CopusStrategy(layout=args.layout),  # copus
+        strategy=CopusStrategy(layout=args.layout, micro_batch_size=args.micro_batch_size),  # copus
         callbacks=[copus],  # copus
         loggers=[CSVLogger(args.run_dir, name="csv", flush_logs_every_n_steps=10)],
     )

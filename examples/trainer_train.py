@@ -2,7 +2,8 @@
 copus-lightning adds. One batch is one optimizer step, so `accumulate_grad_batches` stays at 1.
 
     python examples/trainer_train.py                                    # the batch follows the noise scale
-    python examples/trainer_train.py --profile runs/demo/profile.json   # and batch and layout follow Goodput
+    # and batch and layout follow Goodput:
+    python examples/trainer_train.py --profile runs/demo/profile.json --micro-batch-size 2
 
 `copus profile --config configs/demo.yaml` measures a profile of this model on this machine.
 """
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--run-dir", default="runs/trainer")
     parser.add_argument("--profile", help="measured throughput: the layout changes too")  # copus
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="to begin with")  # copus
     parser.add_argument("--layout", help="where to begin, like dp1-tp1-pp2")  # copus
     args = parser.parse_args()
 
@@ -74,7 +76,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=args.devices,
-        strategy=CopusTrainerStrategy(layout=args.layout),  # copus
+        strategy=CopusTrainerStrategy(layout=args.layout, micro_batch_size=args.micro_batch_size),  # copus
         callbacks=[copus],  # copus
         logger=CSVLogger(args.run_dir, name="csv"),
         max_steps=args.max_steps,
