@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from typing_extensions import override
 
 NOTICE_SECONDS = 20.0
 """How long the ranks that are left have to agree on who is lost."""
@@ -73,22 +72,24 @@ class RankWatch:
             self.end_ranks()
 
 
-class WatchingLauncher(_SubprocessScriptLauncher):
-    """Fabric's launcher, with a watch of its own.
+class Watching:
+    """Mixed into either of Lightning's launchers of a script: a watch of our own in place of Lightning's.
 
     Attributes:
         watch: None where another launcher has made the processes.
     """
 
+    cluster_environment: Any
+    num_processes: int
+    procs: list[subprocess.Popen[bytes]]
     watch: RankWatch | None = None
 
-    @override
     def _call_children_scripts(self) -> None:
-        super()._call_children_scripts()
-        self.watch = RankWatch(self.procs, first_rank(self))
+        super()._call_children_scripts()  # type: ignore[misc]
+        first = self.cluster_environment.node_rank() * self.num_processes
+        self.watch = RankWatch(self.procs, first)
         self.procs = []  # Lightning's observer ends when it has none to observe
 
 
-def first_rank(launcher: Any) -> int:
-    """Rank of the process that starts the others of its machine."""
-    return launcher.cluster_environment.node_rank() * launcher.num_processes
+class WatchingLauncher(Watching, _SubprocessScriptLauncher):
+    """Fabric's launcher."""

@@ -10,19 +10,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
-from copus_lightning.strategies.launchers import RankWatch, first_rank
+from copus_lightning.strategies.launchers import Watching
 from copus_lightning.strategies.lightning_module import refuse_unsupported
 from copus_lightning.strategies.trainer_checkpoints import TrainerCheckpoints, check_can_resume
 
 
-class CheckingLauncher(_SubprocessScriptLauncher):
-    """Refuses what is not supported before any process is launched; a rank that is lost later is named.
-
-    Attributes:
-        watch: None where another launcher has made the processes.
-    """
-
-    watch: RankWatch | None = None
+class CheckingLauncher(Watching, _SubprocessScriptLauncher):
+    """Refuses what is not supported before any process is launched; a rank that is lost later is named."""
 
     @override
     def launch(
@@ -43,12 +37,6 @@ class CheckingLauncher(_SubprocessScriptLauncher):
                 return function(*args, **kwargs)
 
         return super().launch(run, *args, trainer=trainer, **kwargs)
-
-    @override
-    def _call_children_scripts(self) -> None:
-        super()._call_children_scripts()
-        self.watch = RankWatch(self.procs, first_rank(self))
-        self.procs = []  # Lightning's observer ends when it has none to observe
 
     @override
     def kill(self, signum: Any) -> None:
