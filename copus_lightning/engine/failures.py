@@ -38,14 +38,21 @@ class Failure:
 
 
 def describe(error: BaseException, rank: int) -> Failure:
-    """One line and the kind of an error.
+    """One line and the kind of an error, whose tracebacks are forgotten."""
+    forget_tracebacks(error)
+    return classify(error, rank)
 
-    The error's traceback is dropped: it would hold on to process groups, whose connections then stay open.
-    """
+
+def forget_tracebacks(error: BaseException) -> None:
+    """Drops what would hold on to process groups, whose connections then stay open."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
+
+
+def classify(error: BaseException, rank: int) -> Failure:
+    """One line and the kind of an error, which stays as it is."""
     text = " ".join(str(error).split()) or type(error).__name__
     lowered = text.lower()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(w in lowered for w in _MEMORY_WORDS):

@@ -265,25 +265,20 @@ class Session:
     def _name_lost_rank(self, error: RuntimeError) -> None:
         if self.engine is None or hasattr(error, "described"):
             return
-        from copus_lightning.engine.failures import CONNECTION, CollectiveError, describe
+        from copus_lightning.engine.failures import CONNECTION, CollectiveError, classify, forget_tracebacks
 
         if isinstance(error, CollectiveError):
             return
         error.described = True  # type: ignore[attr-defined]  # a block around this one need not ask again
-        link: BaseException | None = error
-        chain = []
-        while link is not None:
-            chain.append((link, link.__traceback__))
-            link = link.__cause__ or link.__context__
-        failure = describe(error, self._rank)
-        if failure.kind == CONNECTION:
-            try:
-                self.engine.agreement.agree("training", failure)
-            finally:
-                error.__traceback__ = chain[0][1]
+        failure = classify(error, self._rank)
+        if failure.kind != CONNECTION:
             return
-        for link, traceback in chain:
-            link.__traceback__ = traceback
+        traceback = error.__traceback__
+        forget_tracebacks(error)
+        try:
+            self.engine.agreement.agree("training", failure)
+        finally:
+            error.__traceback__ = traceback
 
     # -- checkpoints, see :mod:`copus_lightning.strategies.checkpoints` ----------------------------------------
 
