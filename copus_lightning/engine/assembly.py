@@ -197,7 +197,7 @@ class Assembler:
         live = Live(prepared.groups, engine, optimizer, self.state_map, tied, self.rank)
         live.loss_scale = live.loss_scale.to(self.device)
         live.norms.to(self.device)
-        live.storages(self.state_keys(with_state))
+        live.storages(self.handle.all_keys(with_state))
         prepared.live = live
 
     def materialise(self, prepared: Prepared, with_state: bool = False) -> Live:
@@ -258,10 +258,6 @@ class Assembler:
 
     # -- carrying state ----------------------------------------------------------------------------------------
 
-    def state_keys(self, with_state: bool) -> tuple[str, ...]:
-        """Names of what is carried: the masters, and the moments if there are any."""
-        return self.handle.all_keys(with_state)
-
     @property
     def flat_groups(self) -> list[int] | None:
         """Param group of each tensor, if the pieces of a group lie end to end in one storage."""
@@ -277,7 +273,7 @@ class Assembler:
         n_state = sum(piece.numel for piece in self.state_map.pieces(layout, self.rank))
         gradient_bytes = 4
         weights = n_weights * (self.settings.dtype.itemsize + gradient_bytes)
-        return Sizes(weights, n_state * 4, len(self.state_keys(with_state)))
+        return Sizes(weights, n_state * 4, len(self.handle.all_keys(with_state)))
 
     def plan(self, source: Layout, target: Layout) -> ExchangePlan:
         """This rank's part of the exchange between two layouts."""

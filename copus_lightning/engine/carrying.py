@@ -45,7 +45,7 @@ class Held:
 
 def hold(assembler: Assembler, live: Live, scalars: dict[int, dict[str, Any]], on_host: bool) -> Held:
     """References to a layout's own pieces of state, which outlive it; with ``on_host`` copies off the device."""
-    storages = live.storages(assembler.state_keys(bool(scalars)))
+    storages = live.storages(assembler.handle.all_keys(bool(scalars)))
     if on_host and assembler.device.type != "cpu":
         storages = Storages([{k: _to_host(v) for k, v in piece.items()} for piece in storages.by_piece])
     return Held(live.layout, storages, scalars)
@@ -85,7 +85,7 @@ class Carrier:
         staged: bool,
     ) -> None:
         self.assembler, self.held, self.plan = assembler, held, plan
-        keys = assembler.state_keys(bool(held.scalars))
+        keys = assembler.handle.all_keys(bool(held.scalars))
         self.one_by_one = one_by_one
         self.parts: list[tuple[str, ...]] = [(key,) for key in keys] if one_by_one else [keys]
         self.staged = staged
@@ -97,13 +97,10 @@ class Carrier:
         self._freed: list[str] = []
         self._carried: Storages | None = None
         self._first: Exchange | None = self._exchange(new, self.parts[0])
-        self._first.make_ready()
 
     def _exchange(self, new: Live, part: Sequence[str]) -> Exchange:
         source, target = self.held.storages, new.storages(part)
-        exchange = _exchange(self.assembler, self.plan, source, target, part, new.groups)
-        exchange.staged = self.staged
-        return exchange
+        return _exchange(self.assembler, self.plan, source, target, part, new.groups, self.staged)
 
     def move(self, part: Sequence[str]) -> None:
         """Carries some keys. Collective.
@@ -174,11 +171,20 @@ def _exchange(
     target: Storages,
     part: Sequence[str],
     groups: LayoutGroups,
+    staged: bool = False,
 ) -> Exchange:
     handle = assembler.handle
     wanted = [tuple(k for k in handle.keys(group) if k in part) for group in range(len(handle.schemas))]
     keys = [wanted[tensor.group] for tensor in assembler.state_map.tensors]
     buffer_bytes = assembler.settings.buffer_bytes
     return Exchange(
-        plan, source, target, keys, groups.world, assembler.device, buffer_bytes, assembler.flat_groups
+        plan,
+        source,
+        target,
+        keys,
+        groups.world,
+        assembler.device,
+        buffer_bytes,
+        assembler.flat_groups,
+        staged,
     )

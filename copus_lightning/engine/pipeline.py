@@ -216,21 +216,15 @@ class StageEngine(PipelineEngine):
             return
         if deepspeed_groups.mpu is self.grid:
             reset_globals()
-        # Outputs carry backward hooks that refer to this engine, a cycle through C++ that no collector sees.
-        self.loss = self.total_loss = self.outputs = self.grad_layer = self.data_iterator = None
-        self.pipe_buffers: dict[str, list[Any]] = {}
-        self.fwd_outputs: list[Any] = []
-        self._step_batches = []
-        self.groups = None
-        # Shards refer to their layers and these to their groups: again a cycle, through the parameters.
+        # Shards refer to their layers and these to their groups: a cycle, through the parameters.
         for module in self.module.modules():
             if isinstance(module, TensorParallel_Layer):
                 module.mp_group = None
         for parameter in self.module.parameters():
             parameter.__dict__.clear()
         self.destroy()
-        # Closures, hooks and timers refer to this engine from within. Without this, weights and gradients would stay
-        # until a garbage collector comes along, beside those of the next layout.
+        # Outputs, closures, hooks and timers refer to this engine from within, some through C++, where no collector
+        # sees it. Without this, weights and gradients would stay beside those of the next layout.
         self.module.loss_fn = None  # type: ignore[assignment]
         self.__dict__.clear()
 
@@ -272,7 +266,9 @@ class StageEngine(PipelineEngine):
         self._activation_shape = shape
         # A step that failed may have left activations behind.
         self.num_pipe_buffers = 0
-        self.pipe_buffers = {key: [] for key in ("inputs", "labels", "outputs", "output_tensors")}
+        self.pipe_buffers: dict[str, list[Any]] = {
+            key: [] for key in ("inputs", "labels", "outputs", "output_tensors")
+        }
         self.grad_layer = None
         self.micro_batches = len(batches)
         self.micro_batch_size = shape[0]

@@ -101,10 +101,18 @@ class Exchange:
         self.slot = max(buffer_bytes // (2 * SLOTS * ELEMENT_BYTES), 2) // 2 * 2  # elements, an even number
         self.bytes_sent = self.bytes_received = 0
         self.tamper: Callable[[torch.Tensor], None] | None = None
-        self._ready: list[tuple[int, _Messages, _Messages]] | None = None
         self._buffer: torch.Tensor | None = None
         self._sent: dict[int, list[torch.Tensor]] = {}
         self._arrived: dict[int, list[torch.Tensor]] = {}
+        # For each peer in order of meeting, what goes to it and what comes from it.
+        self._messages = [
+            (
+                peer,
+                self._cut(plan.sends.get(peer, []), source, "source"),
+                self._cut(plan.receives.get(peer, []), target, "target"),
+            )
+            for peer in rounds(dist.get_world_size(), plan.rank)
+        ]
 
     @property
     def buffer_nbytes(self) -> int:
@@ -118,30 +126,13 @@ class Exchange:
         Raises:
             RuntimeError: What arrived has another checksum than what was sent.
         """
-        messages = self._ready or self._lay_out()
-        self._ready = None
-        large = [self._post(peer, out.large, incoming.large) for peer, out, incoming in messages]
+        large = [self._post(peer, out.large, incoming.large) for peer, out, incoming in self._messages]
         self._keep()
         for flight in large:
             self._land(flight)
-        for peer, out, incoming in messages:
+        for peer, out, incoming in self._messages:
             self._ferry(peer, out.packed, incoming.packed)
         self._compare()
-
-    def make_ready(self) -> None:
-        """Works out the messages ahead of :meth:`run`."""
-        self._ready = self._lay_out()
-
-    def _lay_out(self) -> list[tuple[int, _Messages, _Messages]]:
-        """For each peer in order of meeting, what goes to it and what comes from it."""
-        return [
-            (
-                peer,
-                self._messages(self.plan.sends.get(peer, []), self.source, "source"),
-                self._messages(self.plan.receives.get(peer, []), self.target, "target"),
-            )
-            for peer in rounds(dist.get_world_size(), self.plan.rank)
-        ]
 
     # -- what stays ----------------------------------------------------------------------------------------------
 
@@ -180,7 +171,7 @@ class Exchange:
 
     # -- what travels --------------------------------------------------------------------------------------------
 
-    def _messages(self, moves: Sequence[Move], storages: Storages, side: str) -> _Messages:
+    def _cut(self, moves: Sequence[Move], storages: Storages, side: str) -> _Messages:
         """Cuts moves with one peer into messages, alike on both ends."""
         large: list[torch.Tensor] = []
         packed: list[Message] = []
