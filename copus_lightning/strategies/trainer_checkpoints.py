@@ -96,9 +96,8 @@ class TrainerCheckpoints(Processes, ParallelStrategy):
             raise TypeError("storage_options is not supported: CopusTrainerStrategy writes to a file system")
         entries["state_dict"] = self._weights.others(checkpoint["state_dict"])
         entries["loops"] = settle_epoch(self.lightning_module.trainer, checkpoint["loops"])
-        obsolete, self._obsolete = self._obsolete, []
         checkpoints.save_run(self.session, filepath, entries, NAMES)
-        self._remove(obsolete)
+        self.remove_obsolete()  # what waited for the checkpoint before, which is complete
 
     # -- remove ----------------------------------------------------------------------------------------------
 
@@ -139,11 +138,6 @@ class TrainerCheckpoints(Processes, ParallelStrategy):
             check=lambda manifest: check_saved_by_trainer(path, manifest),
             weights_only=trust,
         )
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads what is in the LightningModule besides the model."""
-        super().load_model_state_dict(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
