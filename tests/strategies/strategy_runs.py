@@ -101,6 +101,14 @@ class Curve:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+def assert_messages(by_rank: list[Any], expected: dict[str, str]) -> None:
+    """Each rank has a message of one line under each name, with these words in it; none where there are no words."""
+    for name, words in expected.items():
+        for messages in by_rank:
+            assert words in messages[name] if words else not messages[name], f"{name}: {messages[name]!r}"
+            assert "\n" not in messages[name]
+
+
 def global_batches(curves: list[Curve]) -> list[list[int]]:
     """The samples of each global batch, in order, after a check of sizes and that peers saw the same."""
     batches = []

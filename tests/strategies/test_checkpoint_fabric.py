@@ -16,7 +16,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from strategy_runs import Samples, build_model, build_optimizer, build_scheduler, configuration, indices
+from strategy_runs import (
+    Samples,
+    assert_messages,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    configuration,
+    indices,
+)
 from torch.utils.data import DataLoader
 from world import World
 
@@ -294,10 +302,7 @@ def test_what_else_a_script_may_do(world: World, tmp_path: Path) -> None:
         "an object trusted": "",
         "other data": "`n_samples` is 200 in the checkpoint and 100 here",
     }
-    for name, words in expected.items():
-        for messages in by_rank:
-            assert words in messages[name] if words else not messages[name], f"{name}: {messages[name]!r}"
-            assert "\n" not in messages[name]
+    assert_messages(by_rank, expected)
 
     kept = world.run(four, str(tmp_path))
     assert {chosen for chosen, _ in kept} == {configuration("dp4-tp1-pp1", 8)}
