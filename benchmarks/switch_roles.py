@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 TOKENS, BATCH, MICRO = 64, 8, 2
 MESSAGE = 4 * 2**20
-"""Elements of a message, as in a switch with its default buffer."""
+"""Elements of a message."""
 
 
 def write(job: dict[str, Any], name: str, result: dict[str, Any]) -> None:
