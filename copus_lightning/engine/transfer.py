@@ -1,16 +1,18 @@
 """Carries out an exchange plan between the ranks of a layout.
 
 Pieces that lie side by side on both ends count as one. Large ones go straight from the old place to the new one, all
-posted at once; while they travel, a rank copies what it keeps. Small and strided pieces are packed per peer into one
-bounded buffer, filled and emptied while another part of it travels. There, peers meet in the rounds of a round-robin
-tournament, so that every rank talks to one other at a time and no cycle can form; a pair that has nothing to exchange
-skips its round without a word.
+posted at once; while they travel, a rank copies what it keeps and sums up what it sends. Small and strided pieces are
+packed per peer into one bounded buffer, filled and emptied while another part of it travels. There, peers meet in the
+rounds of a round-robin tournament, so that every rank talks to one other at a time and no cycle can form; a pair that
+has nothing to exchange skips its round without a word.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -127,20 +129,36 @@ class Exchange:
             RuntimeError: What arrived has another checksum than what was sent.
         """
         large = [self._post(peer, out.large, incoming.large) for peer, out, incoming in self._messages]
-        self._keep()
+        self._meanwhile(large)
         for flight in large:
             self._land(flight)
         for peer, out, incoming in self._messages:
             self._ferry(peer, out.packed, incoming.packed)
         self._compare()
 
-    # -- what stays ----------------------------------------------------------------------------------------------
+    # -- what stays, and what to do meanwhile --------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _meanwhile(self, flights: Sequence[_Flight]) -> None:
+        """Copies what stays and sums up what is under way, in the order in which it lies in memory.
+
+        What both stays and goes is then still in the processor's cache the second time.
+        """
+        work: list[tuple[int, Callable[[], torch.Tensor]]] = []
         for run in self._runs(self.plan.keeps):
             for key in self.keys[run.tensor]:
-                mine = self.source.view(run.source, run.shape, key)
-                self.target.view(run.target, run.shape, key).copy_(mine, non_blocking=True)
+                old = self.source.view(run.source, run.shape, key)
+                new = self.target.view(run.target, run.shape, key)
+                if run.contiguous:
+                    olds, news = old.view(-1).split(PART), new.view(-1).split(PART)
+                else:
+                    olds, news = (old,), (new,)
+                for mine, target in zip(olds, news, strict=True):
+                    work.append((mine.data_ptr(), partial(target.copy_, mine, non_blocking=True)))
+        for flight in flights:
+            for number, message in enumerate(flight.sends):
+                work.append((message.data_ptr(), partial(flight.sum_up, number)))
+        for _, do in sorted(work, key=itemgetter(0)):
+            do()
 
     def _runs(self, moves: Sequence[Move]) -> list[_Run]:
         """The moves, those that lie side by side in flat storages of both ends joined; alike on both ends."""
@@ -201,7 +219,7 @@ class Exchange:
             yield from view.split(max(self.slot // columns, 1))
 
     def _post(self, peer: int, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> _Flight:
-        """Begins to send and to receive flat messages, and sums up what is sent while it travels."""
+        """Begins to send and to receive flat messages."""
         payloads = list(sends)
         if self.tamper is not None:
             payloads = [payload.clone() for payload in payloads]
@@ -213,11 +231,11 @@ class Exchange:
         works = dist.batch_isend_irecv(operations) if operations else []
         self.bytes_sent += sum(message.numel() for message in sends) * ELEMENT_BYTES
         self.bytes_received += sum(message.numel() for message in receives) * ELEMENT_BYTES
-        return _Flight(peer, list(sends), payloads, list(receives), works)
+        return _Flight(peer, list(sends), payloads, list(receives), works, {})
 
     def _land(self, flight: _Flight) -> None:
         """Waits for the messages and sums up what was sent and what arrived."""
-        self._sent.setdefault(flight.peer, []).extend(_checksum(message) for message in flight.sends)
+        self._sent.setdefault(flight.peer, []).extend(map(flight.sum_up, range(len(flight.sends))))
         works = flight.works
         if len(works) != len(flight.receives) + len(flight.payloads):  # one for all of them
             for work in works:
@@ -324,6 +342,13 @@ class _Flight(NamedTuple):
     payloads: list[torch.Tensor]
     receives: list[torch.Tensor]
     works: list[Work]
+    sums: dict[int, torch.Tensor]
+
+    def sum_up(self, number: int) -> torch.Tensor:
+        """Checksum of a message that is sent; worked out once."""
+        if number not in self.sums:
+            self.sums[number] = _checksum(self.sends[number])
+        return self.sums[number]
 
 
 def _checksum(message: torch.Tensor) -> torch.Tensor:
