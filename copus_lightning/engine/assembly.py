@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -279,17 +279,21 @@ class Assembler:
         """This rank's part of the exchange between two layouts."""
         return plan(self.state_map, source, target, self.rank, self.settings.ranks_per_node)
 
-    def lower_bound_bytes(self, source: Layout, target: Layout, with_state: bool) -> int:
-        """Bytes that this rank needs under ``target`` and does not hold under ``source``."""
-        total = 0
-        for group, schema in enumerate(self.handle.schemas):
+    def missing_elements(self, source: Layout, target: Layout) -> list[int]:
+        """Elements of each param group that this rank needs under ``target`` and does not hold under ``source``."""
+        counts = []
+        for group in range(len(self.handle.schemas)):
             # Where a group's tensors lie does not depend on the other groups.
-            alone = replace(
-                self.state_map, tensors=tuple(t for t in self.state_map.tensors if t.group == group)
+            tensors = tuple(t for t in self.state_map.tensors if t.group == group)
+            counts.append(
+                missing_elements(replace(self.state_map, tensors=tensors), source, target, self.rank)
             )
-            n_states = 1 + (len(schema.elementwise) if with_state else 0)
-            total += 4 * n_states * missing_elements(alone, source, target, self.rank)
-        return total
+        return counts
+
+    def state_bytes(self, elements: Sequence[int], with_state: bool) -> int:
+        """Bytes of so many elements of each param group: of the masters and, with state, of each moment."""
+        keys = [1 + (len(schema.elementwise) if with_state else 0) for schema in self.handle.schemas]
+        return sum(4 * n_keys * count for n_keys, count in zip(keys, elements, strict=True))
 
     @staticmethod
     def reset_globals() -> None:

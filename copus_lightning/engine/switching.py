@@ -89,6 +89,7 @@ class Preparation:
         self.seconds: dict[str, float] = {}
         self.prepared: Prepared | None = None
         self.plan: ExchangePlan | None = None
+        self.missing: list[int] = []
         self.failure: Failure | None = None
         self._key = f"preparation {number}"
         self._thread: threading.Thread | None = None
@@ -136,6 +137,7 @@ class Preparation:
             engine.fault("prepare")
             trim()  # what the switch before has freed
             self.plan = engine.assembler.plan(self.source_layout, self.target.layout)
+            self.missing = engine.assembler.missing_elements(self.source_layout, self.target.layout)
             prepared = engine.assembler.prepare(groups)
             if not engine.one_by_one:
                 engine.assembler.allocate(prepared, engine.has_state)
@@ -266,7 +268,7 @@ class Switch:
         engine.assembler.settle(new, held.scalars)
         self.report.state_bytes = carrier.state_bytes
         self.report.bytes_received = moved = carrier.bytes_received
-        bound = engine.assembler.lower_bound_bytes(held.layout, new.layout, bool(held.scalars))
+        bound = engine.assembler.state_bytes(self.preparation.missing, bool(held.scalars))
         counts = torch.tensor([moved, bound], dtype=torch.int64, device=engine.device)
         torch.distributed.all_reduce(counts, group=new.groups.world)
         self.report.bytes_moved, self.report.bytes_lower_bound = counts.tolist()
