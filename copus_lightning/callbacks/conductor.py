@@ -82,6 +82,10 @@ class Conductor:
         self._last_end, self._booked = now, 0.0
         return max(wall, 1e-9)
 
+    def forget_switch(self) -> None:
+        """Gives up a switch that was decided on, as when another run is taken up."""
+        self._switch_at = None
+
     # -- one step ----------------------------------------------------------------------------------------------
 
     def after_step(self, learning_rate: float) -> Row:
@@ -128,6 +132,7 @@ class Conductor:
         for failure in self.session.take_reductions():
             self.controller.failed(failure.configuration, failure.reason)
             self.controller.applied(failure.replacement)
+            self.forget_switch()  # it was decided on from where the run is no longer
             self._event(
                 "out_of_memory",
                 configuration=failure.configuration.to_dict(),

@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -191,10 +193,38 @@ class CopusCallback(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        configuration = self.conductor.session.configuration if self.conductor is not None else None
-        self.controller.load_state_dict(state_dict, configuration)
-        if self.conductor is not None:
-            self.conductor.session.learning_rate_factor = self.controller.learning_rate_factor
+        if self.conductor is None:
+            self.controller.load_state_dict(state_dict, None)
+            return
+        session = self.conductor.session
+        self.conductor.forget_switch()
+        self.controller.load_state_dict(state_dict, session.configuration)
+        if self._enter_known(session):
+            self.controller.load_state_dict(state_dict, session.configuration)
+        session.learning_rate_factor = self.controller.learning_rate_factor
+
+    def _enter_known(self, session: Session) -> bool:
+        """Leaves a micro-batch of which the policy knows nothing for one that it knows, if there is one.
+
+        Returns:
+            Whether it went to another one.
+        """
+        loaded = session.configuration
+        assert loaded is not None
+        sizes = [m for m in range(loaded.data_rank_batch_size, 0, -1) if loaded.data_rank_batch_size % m == 0]
+        for micro in (loaded.micro_batch_size, *sizes):
+            configuration = replace(loaded, micro_batch_size=micro)
+            try:
+                self.policy.check(configuration)
+            except ValueError:
+                continue
+            if configuration != loaded:
+                session.switch(configuration)
+            return configuration != loaded
+        rank_zero_warn(
+            f"{loaded}, in which the checkpoint was saved, is not known to the policy: it will stay there"
+        )
+        return False
 
     # -- set-up ------------------------------------------------------------------------------------------------
 

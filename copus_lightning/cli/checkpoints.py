@@ -8,7 +8,7 @@ from typing import Any
 
 from copus_lightning.config import Config, ConfigError
 from copus_lightning.core.layout import Configuration
-from copus_lightning.engine.checkpoint_format import Manifest, newest, resolve
+from copus_lightning.engine.checkpoint_format import Manifest, newest, read_complete, resolve, saving
 
 KEPT = 2
 """Should the last one turn out to be damaged, there is the one before."""
@@ -28,12 +28,27 @@ def find_resume(config: Config) -> Path | None:
     if config.run.resume is None:
         return None
     if config.run.resume == "auto":
-        return newest(directory(config))
+        return _find_newest(directory(config))
     try:
         Manifest.read(resolve(config.run.resume))
     except ValueError as error:
         raise ConfigError(f"run.resume: {error}") from None
     return Path(config.run.resume)
+
+
+def _find_newest(folder: Path) -> Path | None:
+    found = newest(folder)
+    if found is None:
+        # A run is not begun anew, and its checkpoints set aside, because none of them can be read.
+        for path in sorted(folder.glob("step-*"), reverse=True):
+            try:
+                read_complete(path)
+            except (ValueError, OSError) as error:
+                raise ConfigError(
+                    f"run.resume=auto: no checkpoint in {folder} is whole ({error}); mend it, or set run.resume=null "
+                    "to start anew"
+                ) from None
+    return found
 
 
 def check_model(path: Path, fingerprint: dict[str, Any]) -> None:
@@ -87,10 +102,17 @@ class Keeper:
         """Of the checkpoint after so many steps."""
         return self.directory / f"step-{step:08d}"
 
-    def remove_old(self) -> None:
-        """Keeps the last two. First rank, once the last one is complete."""
+    def remove_old(self, last: Path) -> None:
+        """Keeps the last two, and nothing of a save that was interrupted. First rank.
+
+        Args:
+            last: The checkpoint that was saved last, or is being written.
+        """
         if not self.is_first_rank:
             return
+        for path in self.directory.glob(".step-*.saving"):
+            if path.name != saving(last).name:
+                shutil.rmtree(path, ignore_errors=True)
         # By age: a run that was taken back to an earlier checkpoint still has later steps of another course.
         for path in sorted(self.directory.glob("step-*"), key=_saved_at)[:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)

@@ -119,6 +119,10 @@ def run(ready: Ready) -> int:
             training.close(profiling_seconds)
         fabric.strategy.teardown()
         leave()
+    if training.save_failure is not None:  # the last save's
+        if fabric.is_global_zero:
+            print(f"copus: {training.save_failure}", file=sys.stderr)
+        return 1
     return 0
 
 

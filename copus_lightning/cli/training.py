@@ -18,6 +18,7 @@ from copus_lightning.cli.progress import RunView
 from copus_lightning.config import Config
 from copus_lightning.core.records import read_events
 from copus_lightning.data import TokenDataset, unigram_entropy
+from copus_lightning.engine.checkpoint_format import complete_ones
 
 
 class Training:
@@ -59,6 +60,7 @@ class Training:
         self.scheduler = LambdaLR(optimizer, lambda _: schedule(copus.controller.tokens + self._step_tokens))
         self.val_loss = math.nan
         self.ended_by: str | None = None
+        self.save_failure: str | None = None
         self.view = RunView(config, fabric.is_global_zero)
         self._clock = _SharedClock(fabric, copus)
         self.keeper = Keeper(config, fabric.is_global_zero)
@@ -117,12 +119,12 @@ class Training:
                 elif self.keeper.due(controller.tokens) and self.ended_by is None:
                     self._save_if_possible()
             if self.ended_by == "preemption":
-                self._save()
+                self._save_if_possible()
                 return
             if validated_at != controller.tokens:
                 self._validate()
             if run.checkpoint_every_tokens is not None:
-                self._save()
+                self._save_if_possible()
 
     def _batches(self) -> Iterator[Any]:
         """Without end; the wait for them is booked as such."""
@@ -181,7 +183,7 @@ class Training:
         path = self.keeper.path(self.copus.controller.step)
         self.fabric.save(path, self._state)
         self._event("checkpoint", path=str(path))
-        self.keeper.remove_old()
+        self.keeper.remove_old(path)
 
     def _save_if_possible(self) -> None:
         """A disk that is full does not end the run: the checkpoint before is there."""
@@ -189,11 +191,31 @@ class Training:
 
         try:
             self._save()
+            self.save_failure = None
         except CheckpointFailed as error:
+            self.save_failure = error.reason
             self._event("checkpoint_failed", reason=error.reason)
             self.view.note(self.copus.last_row, error.reason)
 
     def _load(self, path: Path) -> None:
+        """Goes on from a checkpoint; one that `auto` has found may turn out to be damaged, then from the one before."""
+        older: list[Path] = []
+        if self.config.run.resume == "auto":
+            older = self.fabric.broadcast([p for p in complete_ones(path.parent) if p != path])
+        first_refusal: ValueError | KeyError | None = None
+        for candidate in (path, *older):
+            try:
+                self._load_one(candidate)
+                return
+            except (ValueError, KeyError) as error:  # the same on all ranks, and nothing was changed
+                reason = " ".join(str(error.args[0]).split())
+                self._event("checkpoint_refused", path=str(candidate), reason=reason)
+                self.view.note(self.copus.last_row, reason)
+                first_refusal = first_refusal or error
+        assert first_refusal is not None
+        raise first_refusal
+
+    def _load_one(self, path: Path) -> None:
         state, session, controller = self._state, self.fabric.strategy.session, self.copus.controller
         chosen = session.configuration
         self.fabric.load(path, state)
@@ -262,7 +284,8 @@ class Training:
         for logger in self.fabric.loggers:
             logger.finalize("success")
         if preempted:
-            self.view.note(self.copus.last_row, "pre-empted: go on with run.resume=auto")
+            if self.save_failure is None:
+                self.view.note(self.copus.last_row, "pre-empted: go on with run.resume=auto")
             return
         drawn = draw_run(self.run_dir, self.config.copus.critical_batch_coefficient)
         self.view.summary(summary, self.run_dir, drawn)

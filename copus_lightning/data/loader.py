@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ class ElasticDataLoader:
     Attributes:
         sampler: The user's own, which tells whether the order is shuffled; it is not iterated.
         batch_sampler: The `ElasticBatchSampler`.
+        in_hand: Global samples handed out and not trained on yet; whoever trains on them sets it to 0.
 
     Args:
         dataloader: A true `DataLoader` over a map-style dataset with a length.
@@ -83,6 +86,7 @@ class ElasticDataLoader:
         self._generation: Any | None = None
         self._iteration: _Iteration | None = None
         self._batches_before = 0
+        self.in_hand = 0
 
     @property
     def position(self) -> int:
@@ -154,6 +158,7 @@ class ElasticDataLoader:
         order = self.batch_sampler.order
         self.batch_sampler.order = GlobalOrder(order.n_samples, int(state_dict["seed"]), order.shuffle)
         self.batch_sampler.position = int(state_dict["position"])
+        self.in_hand = 0
         self._discard_prefetched()
 
     def count_from(self, n_batches: int) -> None:
@@ -180,6 +185,7 @@ class ElasticDataLoader:
                     return
                 batch = self._fetch()
                 self.batch_sampler.position += self.global_batch_size
+                self.in_hand += self.global_batch_size
                 iteration.n_batches += 1
                 yield batch
         finally:
@@ -239,7 +245,7 @@ class ElasticDataLoader:
                 # Not what the user chose: it is what keeps the processes over a reconfiguration.
                 "persistent_workers": True,
                 "multiprocessing_context": self.multiprocessing_context,
-                "worker_init_fn": self.worker_init_fn,
+                "worker_init_fn": WorkerInit(self.worker_init_fn),
                 "timeout": self.timeout,
             }
         if self.pin_memory_device:
@@ -262,6 +268,26 @@ class ElasticDataLoader:
     @_iterator.setter
     def _iterator(self, value: None) -> None:
         self.close()
+
+
+class WorkerInit:
+    """Lets a worker process outlive the first SIGTERM, and calls the user's ``worker_init_fn``.
+
+    A cluster that warns a job sends the signal to all of its processes. It is for the training process to answer,
+    which may need the worker for the step that it is in. What sends it again means the worker.
+    """
+
+    def __init__(self, then: Callable[[int], Any] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGTERM, self._let_pass)
+        if self.then is not None:
+            self.then(worker_id)
+
+    @staticmethod
+    def _let_pass(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
 
 
 class _Iteration:

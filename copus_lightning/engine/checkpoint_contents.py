@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ from copus_lightning.engine.checkpoint_planners import stored_shapes
 
 if TYPE_CHECKING:
     from copus_lightning.engine.engine import Engine
+
+COMPUTES = ("hidden_act", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta")
+"""What changes a model's computation and no shape, in a Hugging Face config."""
 
 Scalars = dict[int, dict[str, Any]]
 """Step counts and the like, by index of the optimizer's param group."""
@@ -90,6 +94,26 @@ def _check_model(engine: Engine, folder: Path, manifest: Manifest) -> None:
     for name in manifest.tensors:
         if name not in tensors:
             raise ValueError(f"{what}: it has a parameter {name!r} that this model has not; {fix}")
+    # Heads of another number may have weights of the same shapes.
+    here, there = engine.assembler.description.fingerprint(), manifest.model["fingerprint"]
+    for key, value in there.items():
+        if here.get(key) != value:
+            raise ValueError(f"{what}: its {key} is {value}, not {here.get(key)}; {fix}")
+    _warn_of_other_computation(engine, folder, manifest)
+
+
+def _warn_of_other_computation(engine: Engine, folder: Path, manifest: Manifest) -> None:
+    """Says so where the same weights would compute something else; it may be wished, as with a longer context."""
+    if engine.rank != 0:
+        return
+    here = json.loads(engine.assembler.description.config.to_json_string())
+    for key in COMPUTES:
+        there = manifest.model["config"].get(key)
+        if there != here.get(key):
+            warnings.warn(
+                f"{folder} was saved with {key}={there} in the model's config, here it is {here.get(key)}",
+                stacklevel=2,
+            )
 
 
 def _check_keys(folder: Path, manifest: Manifest) -> None:

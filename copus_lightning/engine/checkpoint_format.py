@@ -233,9 +233,14 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in a folder that was saved last, for a resume; None if there is none.
+    """The complete checkpoint in a folder that was saved last, for a resume; None if there is none."""
+    return next(iter(complete_ones(directory)), None)
 
-    What a save that was interrupted has left is passed over. Sizes are compared; checksums are when it is loaded.
+
+def complete_ones(directory: str | os.PathLike[str]) -> list[Path]:
+    """The complete checkpoints in a folder, the one that was saved last first.
+
+    What a save that was interrupted has left is passed over. Sizes are compared; checksums are when one is loaded.
     """
     found: list[tuple[float, Path]] = []
     folder = Path(directory)
@@ -246,9 +251,19 @@ def newest(directory: str | os.PathLike[str]) -> Path | None:
         elif child.name.startswith("."):
             continue
         try:
-            manifest = Manifest.read(resolve(path))
-            check_files(resolve(path), manifest, share=-1)
+            manifest = read_complete(path)
         except (ValueError, OSError):
             continue
         found.append((manifest.saved_at, path))
-    return max(found)[1] if found else None
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read_complete(path: Path) -> Manifest:
+    """The manifest, if all files that it names are there in their sizes.
+
+    Raises:
+        ValueError: They are not.
+    """
+    manifest = Manifest.read(resolve(path))
+    check_files(resolve(path), manifest, share=-1)
+    return manifest

@@ -33,11 +33,9 @@ def save_run(session: Session, path: _PATH, entries: Mapping[str, Any], names: N
         names: Without an optimizer the weights alone are saved.
     """
     started = time.perf_counter()
-    loader = session.train_loader
-    data_state = loader.state_dict() if loader is not None else session.data_state
     session.checkpointer.save(
         path,
-        {"entries": dict(entries), "data": data_state},
+        {"entries": dict(entries), "data": session.saved_data_state()},
         optimizer=names.get("optimizer") is not None,
         labels={"names": dict(names), "entries": list(entries)},
         asynchronous=session.options.async_save,

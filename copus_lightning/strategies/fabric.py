@@ -251,6 +251,7 @@ class CopusStrategy(Processes, ParallelStrategy):
             ValueError: The checkpoint is not whole, or is of another model; nothing was changed.
             KeyError: ``state`` has a name that the checkpoint has not, and ``strict`` is set.
         """
+        self.session.finish_saving()  # which may be the one that is to be loaded
         model_alone = isinstance(state, Facade)
         names = checkpoints.names_in(state, self.session) if isinstance(state, dict) else {"model": None}
         if os.path.isfile(path) and not model_alone and names["model"] is None:

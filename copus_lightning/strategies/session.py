@@ -229,6 +229,8 @@ class Session:
         with self.naming_lost_rank():
             self.outcome = self.live.update(self._scale(), self.learning_rate_factor)
         self._scales.clear()
+        if self.train_loader is not None:
+            self.train_loader.in_hand = 0
         self.step_seconds += time.perf_counter() - started
         return self.outcome
 
@@ -305,6 +307,18 @@ class Session:
             self.train_loader.load_state_dict(data_state)
         else:
             self.data_state = data_state
+
+    def saved_data_state(self) -> dict[str, Any] | None:
+        """Where a resumed run has to go on in the data: a batch in the script's hand was not trained on yet."""
+        loader = self.train_loader
+        if loader is None:
+            return self.data_state
+        return {**loader.state_dict(), "position": loader.position - loader.in_hand}
+
+    def finish_saving(self) -> None:
+        """Waits until a checkpoint that is being written is complete. Collective."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
 
     def close(self) -> None:
         """Ends the engine, once a checkpoint that is being written is complete."""

@@ -96,15 +96,27 @@ class TrainerCheckpoints(Processes, ParallelStrategy):
             raise TypeError("storage_options is not supported: CopusTrainerStrategy writes to a file system")
         entries["state_dict"] = self._weights.others(checkpoint["state_dict"])
         entries["loops"] = settle_epoch(self.lightning_module.trainer, checkpoint["loops"])
-        checkpoints.save_run(self.session, filepath, entries, NAMES)
+        try:
+            checkpoints.save_run(self.session, filepath, entries, NAMES)
+            if self._is_linked():
+                self.session.finish_saving()
+        except Exception:
+            self._obsolete = []  # the one that was to take their place may be the one that failed
+            raise
         self.remove_obsolete()  # what waited for the checkpoint before, which is complete
+
+    def _is_linked(self) -> bool:
+        """Whether Lightning makes a link to the checkpoint as soon as it is told that there is one."""
+        assert self.lightning_module is not None
+        callbacks = self.lightning_module.trainer.checkpoint_callbacks
+        return any(getattr(callback, "save_last", None) == "link" for callback in callbacks)
 
     # -- remove ----------------------------------------------------------------------------------------------
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Removes it, but not before the one that takes its place is complete."""
-        if self.session.options.async_save:
+        if self.session.options.async_save and not os.path.isfile(filepath):
             self._obsolete = [*self._obsolete, filepath]
         else:
             self._remove([filepath])
