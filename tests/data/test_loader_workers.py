@@ -154,6 +154,24 @@ def test_a_killed_worker_is_an_error_and_leaves_the_position(children: Children)
     assert next(iter(loader))["id"][0] == position
 
 
+def test_a_worker_outlives_one_sigterm_and_not_two(children: Children) -> None:
+    before = children()
+    loader = elastic(Slow(1000, seconds=0.001), worker_init_fn=partial(open_files, offset=10))
+    iterator = iter(loader)
+    assert next(iterator)["opened_by"].min() >= 10
+    workers = children() - before
+    worker = psutil.Process(min(workers))
+    worker.terminate()
+    for _ in range(40):  # more than was fetched before
+        next(iterator)
+    assert children() - before == workers, "a signal to all processes is the training process's to answer"
+    worker.terminate()
+    with pytest.raises((RuntimeError, OSError, EOFError)):
+        for _ in range(100):
+            next(iterator)
+    assert children() == before
+
+
 def test_iterations_may_take_turns() -> None:
     loader = elastic(Slow(40))
     left_standing = iter(loader)

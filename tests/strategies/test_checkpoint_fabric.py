@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pytest
 import torch
 from strategy_runs import (
     Samples,
+    Scripted,
     assert_messages,
     build_model,
     build_optimizer,
@@ -80,10 +82,14 @@ class Script:
 
 @contextmanager
 def script(
-    layout: str, devices: int = 2, global_batch_size: int | None = None, **options: Any
+    layout: str,
+    devices: int = 2,
+    global_batch_size: int | None = None,
+    callback: CopusCallback | None = None,
+    **options: Any,
 ) -> Iterator[Script]:
     """A script up to its loop; two ranks, and a batch that grows from 4 to 8 after 5 steps."""
-    callback = CopusCallback(
+    callback = callback or CopusCallback(
         policy="ramp",
         ramp="0:4 250:8",
         global_batch_sizes=[4, 8],
@@ -145,11 +151,11 @@ def resumed(path: str, layout: str, loader_last: bool) -> dict[str, Any]:
         return {**found, "losses": run.losses, "samples": run.samples, "rates": run.rates}
 
 
-def merged(by_rank: list[dict[str, Any]], data_ranks: int) -> list[list[int]]:
+def merged(by_rank: list[dict[str, Any]], data_ranks: int, key: str = "samples") -> list[list[int]]:
     """The samples of each global batch."""
     return [
         list(itertools.chain(*parts))
-        for parts in zip(*(found["samples"] for found in by_rank[:data_ranks]), strict=True)
+        for parts in zip(*(found[key] for found in by_rank[:data_ranks]), strict=True)
     ]
 
 
@@ -252,9 +258,21 @@ def odds_and_ends(folder: str) -> dict[str, Any]:
         run.optimizer.param_groups[0]["lr"] = 123.0
         attempt("other data", lambda: fabric.load(path, state, weights_only=False))
         found["nothing overwritten"] = run.optimizer.param_groups[0]["lr"] == 123.0
-    with script("dp2-tp1-pp1", global_batch_size=6) as run:
+    with script("dp2-tp1-pp1", global_batch_size=6, async_save=True) as run:
         run.fabric.save(f"{folder}/six", run.state)
+        run.train(1)
+        (held,) = itertools.islice(run.loader, 1)
+        run.fabric.strategy.session.live.fault = slow_to_write
+        run.fabric.save(f"{folder}/held", run.state)  # at the top of the loop
+        run.fabric.load(f"{folder}/held", run.state)  # and while it is being written
+        run.train(3)
+        found["held"], found["next"] = indices(held), run.samples[1:]
     return found
+
+
+def slow_to_write(phase: str) -> None:
+    if phase == "save: write":
+        time.sleep(0.3)
 
 
 def four(folder: str) -> tuple[Configuration, list[str]]:
@@ -285,6 +303,9 @@ def test_what_else_a_script_may_do(world: World, tmp_path: Path) -> None:
     assert found["weights alone"] == {"epoch": 3}
     assert found["weights are back"] and found["position stays"] and found["raw"]
     assert found["nothing overwritten"]
+    order = GlobalOrder(len(DATASET), SEED, shuffle=True)
+    assert merged(by_rank, 2, "next") == [[order.index(i) for i in range(n, n + 4)] for n in (6, 10)]
+    assert found["held"] == found["next"][0], "a batch in hand at the save is the next one"
     expected = {
         "raw optimizer": "ValueError: AdamW alone cannot be loaded",
         "raw file": "is a file, not a folder that fabric.save or Trainer wrote with this strategy",
@@ -320,6 +341,77 @@ def test_a_saved_batch_is_taken_over_as_far_as_it_divides() -> None:
         present = Configuration(layout, 2 * layout.data * present_micro, present_micro)
         found = fitting(saved, present)
         assert (found.global_batch_size, found.micro_batch_size) == expected
+
+
+class Picky(Scripted):
+    """Knows some micro-batches alone."""
+
+    known = frozenset({1, 2})
+
+    def check(self, configuration: Configuration) -> None:
+        if configuration.micro_batch_size not in self.known:
+            raise ValueError(f"{configuration} is not known")
+
+
+HERE, THERE = configuration("dp2-tp1-pp1", 4, 2), configuration("dp1-tp1-pp2", 4, 2)
+REDUCED = configuration("dp2-tp1-pp1", 4, 1)
+
+
+def taken_back(path: str) -> dict[str, Any]:
+    """Twice a switch is decided on and cannot be made any more: the run is taken back, or out of memory."""
+    policy = Picky(HERE, THERE, REDUCED, configuration("dp1-tp1-pp2", 4, 1))
+    callback = CopusCallback(policy=policy, decide_every_tokens=1, learning_rate_rule="none")
+    went: list[Configuration | None] = []
+    with script("dp2-tp1-pp1", 2, 4, callback, micro_batch_size=2) as run:
+        session, rank = run.fabric.strategy.session, run.fabric.global_rank
+
+        def after(step: int) -> None:
+            went.append(session.configuration)
+
+        def run_out(phase: str) -> None:
+            if phase == "micro-batch" and rank == 1:
+                session.live.fault = lambda phase: None
+                raise MemoryError("injected")
+
+        run.train(1, after)
+        run.fabric.save(path, run.state)
+        pending = [callback.controller.pending]
+        run.fabric.load(path, run.state)
+        run.train(2, after)
+        pending.append(callback.controller.pending)
+        session.live.fault = run_out
+        run.train(3, after)
+        session.live.fault = lambda phase: None
+        run.train(6, after)
+        found: dict[str, Any] = {"went": went, "pending": pending, "samples": list(run.samples)}
+        found["failures"] = callback.controller.switch_failures
+
+        known = []
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for policy.known in (frozenset({1}), frozenset({2, 4}), frozenset({8})):
+                run.fabric.load(path, run.state)
+                assert session.configuration == session.live.configuration
+                assert session.configuration == callback.controller.configuration
+                known.append(session.configuration)
+        run.train(7)
+        found["known"] = known
+        found["said"] = [str(w.message) for w in seen if "is not known to the policy" in str(w.message)]
+    return found
+
+
+def test_a_switch_that_was_decided_on_is_forgotten_when_the_run_is_elsewhere(
+    world: World, tmp_path: Path
+) -> None:
+    for rank, found in enumerate(world.run(taken_back, str(tmp_path / "saved"), ranks=2)):
+        assert found["pending"] == [THERE, THERE]
+        reached = configuration("dp1-tp1-pp2", 4, 1)
+        assert found["went"] == [HERE, HERE, REDUCED, reached, reached, reached]
+        assert found["failures"] == 1
+        assert len(found["samples"][-1]) == 4
+        # What a run is taken up in is what the policy knows, the saved micro-batch if it can be.
+        assert found["known"] == [reached, THERE, THERE]
+        assert len(found["said"]) == (1 if rank == 0 else 0)
 
 
 def asked_to_leave() -> list[bool]:
