@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -262,8 +263,10 @@ def save_one(path: str) -> None:
         checkpointer.save(path)
 
 
-def refusals(paths: dict[str, str], good: str) -> dict[str, tuple[str, list[str]]]:
-    """What each load says, and what it changed."""
+def refusals(
+    paths: dict[str, str], good: str, other: str
+) -> tuple[dict[str, tuple[str, list[str]]], list[str]]:
+    """What each load says, and what it changed; and the warnings at one that is not refused."""
     found = {}
     with running(PP4, UNTIED, micro_batch_size=4) as (engine, checkpointer):
         diverge(engine)
@@ -281,15 +284,23 @@ def refusals(paths: dict[str, str], good: str) -> dict[str, tuple[str, list[str]
             checkpointer.load(good, check=refuse)
         except (KeyError, ValueError) as error:
             found["the caller's check"] = (str(error), tiny.differences(before, tiny.state(engine)))
-        checkpointer.load(good)
-    for name, model, kind in (("other model", TIED, "adamw"), ("other optimizer", UNTIED, "sgd")):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            checkpointer.load(good)
+            checkpointer.load(other)
+        warned = [str(w.message) for w in seen if "the model's config" in str(w.message)]
+    for name, model, kind in (
+        ("other model", TIED, "adamw"),
+        ("other heads", Tiny(n_heads=8, n_kv_heads=8), "adamw"),  # of the same shapes
+        ("other optimizer", UNTIED, "sgd"),
+    ):
         with running(PP4, model, kind, micro_batch_size=4) as (engine, checkpointer):
             before = tiny.state(engine)
             try:
                 checkpointer.load(good)
             except ValueError as error:
                 found[name] = (str(error), tiny.differences(before, tiny.state(engine)))
-    return found
+    return found, warned
 
 
 def test_what_is_not_a_whole_checkpoint_of_this_model_is_refused_and_nothing_overwritten(
@@ -303,14 +314,20 @@ def test_what_is_not_a_whole_checkpoint_of_this_model_is_refused_and_nothing_ove
         shutil.copytree(good, path)
         spoil(path)
         paths[name] = str(path)
-    by_rank = world.run(refusals, paths, str(good), timeout=240)
+    other = tmp_path / "other epsilon"
+    shutil.copytree(good, other)
+    edit_manifest(other, lambda m: m["model"]["config"].update(rms_norm_eps=0.125))
+    by_rank = world.run(refusals, paths, str(good), str(other), timeout=240)
     expected = {name: text for name, (_, text) in SPOILT.items()} | {
         "the caller's check": "of no interest",
         "other model": "it has a parameter 'lm_head.weight' that this model has not",
+        "other heads": "its n_heads is 4, not 8",
         "other optimizer": "holds the state of AdamW, the optimizer is SGD",
     }
-    for found in by_rank:
-        assert found == by_rank[0], "all ranks say the same"
+    assert [len(warned) for _, warned in by_rank] == [1, 0, 0, 0]
+    assert "was saved with rms_norm_eps=0.125 in the model's config, here it is 1e-06" in by_rank[0][1][0]
+    for found, _ in by_rank:
+        assert found == by_rank[0][0], "all ranks say the same"
         assert found.keys() == expected.keys()
         for name, (message, changed) in found.items():
             assert expected[name] in message and "\n" not in message

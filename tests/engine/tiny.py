@@ -43,6 +43,7 @@ class Tiny:
 
     tied: bool = False
     vocab_size: int = 97
+    n_heads: int = 4
     n_kv_heads: int = 4
 
     def build(self) -> Any:
@@ -54,7 +55,7 @@ class Tiny:
             hidden_size=32,
             intermediate_size=90,
             num_hidden_layers=4,
-            num_attention_heads=4,
+            num_attention_heads=self.n_heads,
             num_key_value_heads=self.n_kv_heads,
             max_position_embeddings=64,
             tie_word_embeddings=self.tied,
