@@ -386,6 +386,21 @@ class Halves(Module):
         )
 
 
+class FullDisk(Module):
+    """Has no space left for what is written after the first step, which its callbacks have seen before it."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        strategy: Any = self.trainer.strategy
+
+        def fail(phase: str) -> None:
+            if phase == "save: write" and strategy.global_rank == 1:
+                raise OSError("no space left on device")
+
+        if self.global_step == 1:
+            strategy.session.live.fault = fail
+
+
 class TooEarly(Module):
     """Saves before the batch in hand is trained."""
 
@@ -427,6 +442,10 @@ def odds_and_ends(folder: str) -> dict[str, Any]:
         )
         fit(Module(), saver, n_steps=6, async_save=async_save)
         found[kind] = {Path(path).name for path in saver.best_k_models}
+
+    for kind, n_steps in ("full", 4), ("full-at-the-end", 2):
+        saver = ModelCheckpoint(f"{folder}/{kind}", "{step}", every_n_train_steps=1)
+        attempt(kind, lambda n=n_steps, s=saver: fit(FullDisk(), s, n_steps=n, async_save=True))
 
     saver = ModelCheckpoint(f"{folder}/mine", "best", every_n_train_steps=2, save_last=True)
     plain = ModelCheckpoint(f"{folder}/plain", "weights", every_n_train_steps=1, save_weights_only=True)
@@ -476,9 +495,14 @@ def test_what_else_a_trainer_may_do(world: World, tmp_path: Path) -> None:
             assert len(found[kind]) == 2
             assert {path.name for path in (tmp_path / kind).iterdir()} == {*found[kind], "last.ckpt"}
             assert (tmp_path / kind / "last.ckpt").resolve().name in found[kind]
+        for kind in "full", "full-at-the-end":
+            assert {path.name for path in (tmp_path / kind).iterdir()} == {"step=1.ckpt"}, kind
+            assert Manifest.read(tmp_path / kind / "step=1.ckpt").optimizer is not None
         assert found["last"] == 2, "two of four steps are left"
         assert found["fabric"] == (2, 8, True)
     expected = {
+        "full": "rank 1 failed: OSError: no space left on device",
+        "full-at-the-end": "rank 1 failed: OSError: no space left on device",
         "missing": "nowhere does not exist",
         "damaged": "bytes instead of",
         "other model": "that this model has not",
