@@ -42,7 +42,8 @@ class Agreement:
         # The largest counts: a rank that was in other worlds before has made other agreements than its peers.
         number = torch.tensor([next(_numbers)])
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
-        store = dist.distributed_c10d._get_default_store()
+        # A connection of its own: whoever waits in the store keeps its connection to itself.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore(f"copus-{number.item()}", store)
         self._calls = 0
         self._lock = threading.Lock()
@@ -88,6 +89,12 @@ class Agreement:
             self._roll_call(phase, failure)
             return [failure] if failure is not None else []
         return [f for f in everyone if f is not None]
+
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        box = torch.tensor([number])
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group)
+        return int(box)
 
     def meet(self, key: str, poll_seconds: float = 0.002) -> None:
         """Waits until every rank has come to the same ``key``, through the store alone.

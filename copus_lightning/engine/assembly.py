@@ -176,7 +176,9 @@ class Assembler:
     def prepare(self, groups: LayoutGroups) -> Prepared:
         """Everything of a layout that needs no old state and no memory. No collective call."""
         stage = self.description.build_stage(self.state_map, groups, self.rank)
-        engine = StageEngine.build(stage, groups.own, lambda *_: torch.zeros(()), self.settings.dtype)
+        engine = StageEngine.build(
+            stage, groups.own, lambda *_: torch.zeros(()), self.settings.dtype, self.device
+        )
         return Prepared(groups=groups, engine=engine)
 
     def allocate(self, prepared: Prepared, with_state: bool) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from copus_lightning.core.layout import Layout
 from copus_lightning.engine.exchange import ExchangePlan
@@ -138,6 +139,8 @@ class Carrier:
         assembler, carried = self.assembler, self._carried
         assert carried is not None
         live = assembler.materialise(assembler.prepare(groups))
+        # Point-to-point messages alone may not be what NCCL's communicator of a group begins with.
+        dist.all_reduce(torch.zeros(1, device=assembler.device), group=groups.world)
         way_back = assembler.plan(self._new_layout, self.held.layout)
         for key in self._freed:
             _exchange(assembler, way_back, carried, live.storages((key,)), (key,), groups).run()

@@ -275,6 +275,7 @@ class Checkpointer:
     def _group(self) -> ProcessGroup:
         """Of all ranks, used by nothing else: a helper thread talks over it while training goes on."""
         if self._own_group is None:
+            self.engine.settle_preparation()
             timeout = timedelta(seconds=self.engine.settings.timeout_seconds)
             self._own_group = dist.new_group(backend="gloo", timeout=timeout)
         return self._own_group

@@ -176,7 +176,7 @@ class Engine:
         self.assembler = Assembler(model, optimizer, settings, device, seed)
         self.check(configuration)
         # Nothing was changed so far; from here on nothing is refused.
-        self.groups = GroupCache(keep=settings.cache_groups)
+        self.groups = GroupCache(settings.cache_groups, settings.timeout_seconds)
         self.agreement = Agreement(settings.timeout_seconds)
         self._aborted = False
         self._watch = Watch(self.agreement, self._on_failure_elsewhere) if device.type == "cuda" else None
@@ -338,7 +338,7 @@ class Engine:
         if first.kind != MEMORY:
             raise StepFailed(f"rank {first.rank} failed in the step: {first.reason}")
         self.recovered()
-        self.live = restore(self.assembler, self.groups.get(self.layout), held)
+        self.take_up(lambda: restore(self.assembler, self.groups.get(self.layout), held))
         return f"rank {first.rank} ran out of memory in {self.configuration}: {first.reason}"
 
     def _reduce_micro_batch(self, reason: str) -> None:
@@ -372,8 +372,31 @@ class Engine:
             raise RuntimeError("connection closed: another rank failed")
 
     def recovered(self) -> None:
-        """To be called once all ranks have agreed on a failure, before a layout is built again."""
+        """To be called once all ranks have agreed on a failure, before a layout is built again. Collective."""
         self._aborted = False
+        # Groups are named after how many a rank has made, and one may have failed to make some.
+        world = dist.distributed_c10d._world
+        world.group_count = self.agreement.largest(world.group_count)
+
+    def take_up(self, work: Callable[[], Live]) -> None:
+        """Builds the layout again that was alive before a failure. Collective.
+
+        Raises:
+            StepFailed: Some rank could not.
+        """
+        failure = None
+        try:
+            self.live = work()
+        except Exception as error:
+            failure = describe(error, self.rank)
+            self.announce_failure()
+            self.take_down()
+        failures = self.agreement.agree("recovery", failure)
+        if failures:
+            first = causes(failures)[0]
+            raise StepFailed(
+                f"rank {first.rank} could not take {self.configuration} up again after a failure: {first.reason}"
+            )
 
     def take_down(self) -> None:
         """Ends the live layout and closes this rank's connections, so that nobody waits for it."""
@@ -473,6 +496,11 @@ class Engine:
         self._n_preparations += 1
         return Preparation(self, configuration, self._n_preparations, in_thread)
 
+    def settle_preparation(self) -> None:
+        """To be called before a process group is made elsewhere: ranks must make them all in the same order."""
+        if self._preparation is not None:
+            self._preparation.settle()
+
     def switch(self, configuration: Configuration) -> SwitchReport:
         """Goes over to another configuration, with weights and the whole optimizer state.
 
@@ -540,6 +568,9 @@ class Engine:
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         before, after = (self.assembler.sizes(layout, self._has_state) for layout in (self.layout, target))
         needed = switch_peak_bytes(before, after, self.one_by_one) + self.settings.buffer_bytes
+        if self.settings.dtype == torch.float32:
+            # Masters are views of the weights here, which stay as a whole until the masters have travelled.
+            needed += max(0, before.weights // 2 - after.state)
         return free + unused + before.nbytes > needed
 
     # -- state -------------------------------------------------------------------------------------------------

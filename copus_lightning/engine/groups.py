@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -64,10 +65,12 @@ class GroupCache:
     Args:
         keep: Keep the groups of layouts that are no longer used, so that a return to one costs nothing. If
             false, :meth:`release` ends every group that the remaining layouts do not need.
+        timeout_seconds: Longest wait for another rank in one of them; None: the backend's own.
     """
 
-    def __init__(self, keep: bool = True) -> None:
+    def __init__(self, keep: bool = True, timeout_seconds: float | None = None) -> None:
         self.keep = keep
+        self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
 
     def get(self, layout: Layout) -> LayoutGroups:
@@ -83,13 +86,16 @@ class GroupCache:
 
     def _group(self, members: tuple[int, ...]) -> ProcessGroup:
         if members not in self._groups:
-            self._groups[members] = dist.new_group(list(members))
+            self._groups[members] = dist.new_group(list(members), timeout=self._timeout)
         return self._groups[members]
 
     def release(self, alive: list[Layout]) -> None:
         """Ends the groups that no layout of ``alive`` needs, unless groups are kept. Collective."""
-        if self.keep:
-            return
+        if not self.keep:
+            self.end_all_but(alive)
+
+    def end_all_but(self, alive: list[Layout]) -> None:
+        """Ends the groups that no layout of ``alive`` needs. Collective."""
         needed = {members for layout in alive for axis in AXES for members in axis_groups(layout, axis)}
         for members in [m for m in self._groups if m not in needed]:
             group = self._groups.pop(members)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import torch
 
 _LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -54,12 +55,14 @@ def resident_bytes() -> int:
 
 
 def trim() -> None:
-    """Gives free memory back to the system, where the C library can (glibc).
+    """Gives free memory back to the system, where the C library can (glibc), and pinned memory too.
 
     Pieces of ever new sizes, made in helper threads, leave holes in its arenas that add up over many switches.
     """
     if _LIBC is not None and hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
+    if torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
 
 
 class PeakMemory:

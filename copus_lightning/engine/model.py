@@ -73,7 +73,7 @@ class ModelDescription:
         tied: Names under which a parameter appears a second time, to its first name.
 
     Raises:
-        ValueError: The model has no pipeline plan, or a part that no rule covers.
+        ValueError: The model has no pipeline plan, dropout, or a part that no rule covers.
     """
 
     def __init__(self, model: Any, seed: int = 0) -> None:
@@ -84,6 +84,12 @@ class ModelDescription:
                 f"{type(model).__name__} has no pipeline plan (config.base_model_pp_plan): only Hugging Face "
                 "decoders that publish one can be trained with CopusStrategy"
             )
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout) and module.p > 0:
+                raise ValueError(
+                    f"{name} is a dropout of {module.p}: ranks that hold the same activations would drop different "
+                    "ones of them after a change of layout; set it to 0 in the model's config"
+                )
         self.config, self.seed = config, seed
         self.skeleton: Any = model
         self.base_name: str = model.base_model_prefix

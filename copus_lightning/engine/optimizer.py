@@ -327,11 +327,14 @@ class ShardOptimizer:
         return found
 
     def load_scalars(self, scalars: dict[int, dict[str, Any]]) -> None:
-        """Sets the scalars of every local parameter."""
+        """Sets the scalars of every local parameter, on its device where the optimizer wants them there."""
         for user_group, group in zip(self.user_groups, self.torch_optimizer.param_groups, strict=True):
+            on_device = group.get("fused") or group.get("capturable")
             for key, value in scalars.get(user_group, {}).items():
                 for parameter in group["params"]:
-                    copied = value.clone() if isinstance(value, torch.Tensor) else value
+                    copied = value
+                    if isinstance(value, torch.Tensor):
+                        copied = value.to(parameter.device if on_device else "cpu", copy=True)
                     self.torch_optimizer.state[parameter][key] = copied
 
     @torch.no_grad()

@@ -130,7 +130,12 @@ class StageEngine(PipelineEngine):
 
     @classmethod
     def build(
-        cls, stage: Stage, own: ProcessGroup, loss_fn: Callable[..., torch.Tensor], dtype: torch.dtype
+        cls,
+        stage: Stage,
+        own: ProcessGroup,
+        loss_fn: Callable[..., torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> StageEngine:
         """Sets DeepSpeed up around a stage whose parameters may still be on ``meta``. No communication."""
         grid = Grid(Layout(), None, own)
@@ -147,7 +152,7 @@ class StageEngine(PipelineEngine):
         }
         mpu_before = deepspeed_groups.mpu
         try:
-            with environment(LOCAL_RANK=_local_rank()), quiet(prints=False):
+            with environment(LOCAL_RANK=_local_rank(device)), quiet(prints=False):
                 parsed = DeepSpeedConfig(config, mpu=grid)
                 return cls(
                     args=None,
@@ -365,7 +370,8 @@ def reset_globals() -> None:
     set_autotp_mode(training=False)
 
 
-def _local_rank() -> str:
+def _local_rank(device: torch.device) -> str:
+    """What DeepSpeed is to take for the index of the device: launchers number ranks, and may leave devices out."""
     import os
 
-    return os.environ.get("LOCAL_RANK", "0")
+    return os.environ.get("LOCAL_RANK", "0") if device.index is None else str(device.index)

@@ -92,6 +92,8 @@ class Preparation:
         self.missing: list[int] = []
         self.failure: Failure | None = None
         self._key = f"preparation {number}"
+        self._timeout_seconds = engine.settings.timeout_seconds
+        self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
         if in_thread:
             self._thread = threading.Thread(
@@ -112,14 +114,23 @@ class Preparation:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits for the helper thread."""
+        """Waits for the helper thread, whose own waits for other ranks end in time."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(2 * self._timeout_seconds)
+            if self._thread.is_alive():
+                self._cancelled.set()
+                self.failure = Failure(-1, "error", "the preparation timed out")
         if self.prepared is None and self.failure is None:
             self.failure = Failure(-1, "error", "the helper thread that prepares the layout was killed")
 
+    def settle(self) -> None:
+        """Waits until the helper thread makes no more groups, so that another thread can. Collective."""
+        if self._thread is not None:
+            self._thread.join(2 * self._timeout_seconds)
+
     def drop(self) -> None:
         """Frees what was prepared, if it is not the live layout by now."""
+        self._cancelled.set()
         if self._thread is not None:
             self._thread.join(DROP_SECONDS)  # it may wait for a rank that is gone
         if self.prepared is not None:
@@ -141,6 +152,9 @@ class Preparation:
             prepared = engine.assembler.prepare(groups)
             if not engine.one_by_one:
                 engine.assembler.allocate(prepared, engine.has_state)
+            if self._cancelled.is_set():  # nobody waits for it any more
+                prepared.close()
+                return
             self.prepared = prepared
             self.seconds["prepare"] = time.perf_counter() - started
         except BaseException as error:  # whatever ends the thread is agreed on by all ranks
@@ -218,6 +232,7 @@ class Switch:
         engine = self.engine
         if self._held is None and engine.live is not None:
             self._held = hold(engine.assembler, engine.live, engine.live.optimizer.scalars(), on_host=True)
+        engine.groups.abort()  # NCCL may wait for all ranks to end a group that was not aborted
         if self._carrier is not None:
             self._carrier.let_go()
         if self._new is not None:
@@ -282,14 +297,17 @@ class Switch:
         reason = f"rank {first.rank} failed in phase '{failed.phase}' of the switch to {self.target}: {first.reason}"
         self.preparation.drop()
         engine.recovered()
-        if failed.phase != "drain":  # somebody has let go of the groups: all rebuild the old layout
+        if failed.phase == "drain":  # whose groups some ranks may have made, and others not
+            engine.groups.end_all_but([engine.layout])
+        else:  # somebody has let go of the groups: all rebuild the old layout
             self._let_go()
-            assert self._held is not None
-            groups = engine.groups.get(engine.layout)
-            if self._carrier is not None:
-                engine.live = self._carrier.take_back(groups)
-            else:
-                engine.live = restore(engine.assembler, groups, self._held)
-        failure = engine.agreement.agree("switch: restored", None)
-        assert not failure
+            engine.take_up(self._restore)
         return reason
+
+    def _restore(self) -> Live:
+        engine, held = self.engine, self._held
+        assert held is not None
+        groups = engine.groups.get(engine.layout)
+        if self._carrier is not None:
+            return self._carrier.take_back(groups)
+        return restore(engine.assembler, groups, held)

@@ -76,10 +76,10 @@ class Processes:
         backend = self.process_group_backend or _get_default_process_group_backend_for_device(
             self.root_device
         )
-        kwargs: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout_seconds)}
-        if self.root_device.type != "cpu":
-            kwargs["device_id"] = self.root_device
-        _init_dist_connection(self.cluster_environment, backend, **kwargs)
+        # No device_id: with it NCCL splits the WORLD's communicator for each new group, in which no other work may
+        # be under way, and a layout's groups are made while training goes on.
+        timeout = timedelta(seconds=self.timeout_seconds)
+        _init_dist_connection(self.cluster_environment, backend, timeout=timeout)
 
     @property
     def distributed_sampler_kwargs(self) -> Any:

@@ -68,6 +68,15 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
+def with_dropout() -> nn.Module:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    config = PhiConfig(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config.num_attention_heads = config.num_key_value_heads = 4
+    config.resid_pdrop = 0.1
+    return PhiForCausalLM(config)
+
+
 def frozen() -> nn.Module:
     model = UNTIED.build()
     model.lm_head.weight.requires_grad = False
@@ -115,6 +124,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], An
         "first 'lm_head.weight': frozen parameters are not supported yet",
     ),
     "no plan": (gpt2, adamw, DP4, "GPT2LMHeadModel has no pipeline plan"),
+    "dropout": (with_dropout, adamw, DP4, "resid_dropout is a dropout of 0.1: ranks that hold"),
     "no Hugging Face model": (NoPlan, adamw, DP4, "NoPlan has no pipeline plan"),
 }
 

@@ -58,7 +58,7 @@ def use_groups(keep: bool) -> list[str]:
     """Makes and uses the groups of all layouts; returns what is not as it should be."""
     wrong: list[str] = []
     rank = dist.get_rank()
-    cache = GroupCache(keep=keep)
+    cache = GroupCache(keep=keep, timeout_seconds=77)
     counts = []
     for layout in [*LAYOUTS[4], *LAYOUTS[4]]:
         groups = cache.get(layout)
@@ -66,6 +66,8 @@ def use_groups(keep: bool) -> list[str]:
         for axis in AXES:
             members = next(m for m in axis_groups(layout, axis) if rank in m)
             group = getattr(groups, axis)
+            if group._get_backend(torch.device("cpu")).options._timeout.total_seconds() != 77:
+                wrong.append(f"{layout} {axis}: time-out")
             if tuple(dist.get_process_group_ranks(group)) != members:
                 wrong.append(f"{layout} {axis}: members")
             total = torch.tensor(1 << rank)

@@ -111,6 +111,42 @@ def test_what_was_freed_already_travels_back(world: World, dtype: torch.dtype) -
         assert changed == [], f"{place}: the old state is back bit for bit"
 
 
+def fail_with_groups_apart() -> tuple[list[str | None], str]:
+    """Groups are made by one rank more than by others before a switch fails; then even the way back fails."""
+    reasons = []
+    with tiny.running(DP2PP2, micro_batch_size=2) as engine:
+        tiny.train(engine, [tiny.make_batch()])
+        for phase in ("prepare", "exchange"):
+            if engine.rank == 1:
+                dist.distributed_c10d._world.group_count += 1
+            failing(engine, phase, rank=2)
+            reasons.append(try_switch(engine, TP2PP2))
+            reasons.append(try_switch(engine, TP2PP2))
+            reasons.append(try_switch(engine, DP2PP2))
+            tiny.train(engine, [tiny.make_batch()])
+
+        prepare = engine.assembler.prepare
+
+        def fail_again(groups: Any) -> Any:
+            if groups.layout == DP2PP2 and engine.rank == 3:
+                raise MemoryError("no room for the old layout")
+            return prepare(groups)
+
+        failing(engine, "build", rank=0)
+        engine.assembler.prepare = fail_again  # type: ignore[method-assign]
+        try:
+            engine.switch(Configuration(TP2PP2, N_SAMPLES, 2))
+        except StepFailed as failed:
+            return reasons, failed.reason
+        return reasons, "nothing was raised"
+
+
+def test_a_failure_leaves_the_ranks_with_groups_alike(world: World) -> None:
+    for reasons, lost in world.run(fail_with_groups_apart, timeout=120):
+        assert [reason is None for reason in reasons] == [False, True, True] * 2
+        assert lost.startswith("rank 3 could not take dp2-tp1-pp2") and "no room for the old layout" in lost
+
+
 def sizes_of_a_switch(one_by_one: bool) -> tuple[int, int, int, int]:
     """Bytes of one state key before and after, what the switch had at most at a time, and the buffer."""
     with tiny.running(
