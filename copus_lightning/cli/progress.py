@@ -132,7 +132,9 @@ class RunView:
             self._line(row, text)
 
     def _line(self, row: Mapping[str, Any], text: str) -> None:
-        self._bar.console.print(f"{row['seconds']:7.1f} s  {row['tokens']:>11,} tokens  {text}", markup=False)
+        # A run that goes on has no row before it has loaded one.
+        seconds, tokens = row.get("seconds", 0.0), row.get("tokens", 0)
+        self._bar.console.print(f"{seconds:7.1f} s  {tokens:>11,} tokens  {text}", markup=False)
 
     def summary(self, summary: Mapping[str, Any], run_dir: Path, drawn: Sequence[Path]) -> None:
         """The closing summary."""

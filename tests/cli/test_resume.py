@@ -224,6 +224,80 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_launched(
     assert Manifest.read(checkpoint).training["world_size"] == 2
 
 
+@pytest.fixture(scope="module")
+def checkpoints(folder: Path) -> Path:
+    """Those of the run that was pre-empted, copied with its folder, and the newest one damaged."""
+    copied = folder.with_name("damaged")
+    shutil.copytree(folder, copied)
+    newest_one = newest(copied / "run/checkpoints")
+    assert newest_one is not None
+    damage(newest_one)
+    return copied / "run/checkpoints"
+
+
+def damage(checkpoint: Path) -> None:
+    """Spoils contents, and no sizes."""
+    shard = checkpoint / "__0_0.distcp"
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+
+
+ALONE = ("run.devices=1", "parallel.layout=dp1-tp1-pp1")
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_last_save_that_fails_is_said(checkpoints: Path) -> None:
+    older, damaged = sorted(checkpoints.iterdir())
+    rest = checkpoints / ".step-00000001.saving"
+    rest.mkdir()
+    (rest / "__0_0.distcp").write_bytes(b"begun")
+    n_steps = 4  # of 248 tokens: there is a save on the way, and the one at the end
+    last = int(older.name.removeprefix("step-")) + n_steps
+    (checkpoints / f".step-{last:08d}.saving").write_text("in the way")
+    tokens = next(row["tokens"] for row in read_metrics(checkpoints.parent) if row["step"] == last - n_steps)
+
+    done = commands.run(
+        *COPUS, *ALONE, f"run.max_tokens={tokens + n_steps * 248}", cwd=checkpoints.parents[1]
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"goes on from run/checkpoints/{older.name} in" in done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("copus: ") and "File exists" in line
+    events = read_events(checkpoints.parent)
+    (refused,) = [event for event in events if event["kind"] == "checkpoint_refused"]
+    assert refused["path"].endswith(damaged.name) and "its checksum differs" in refused["reason"]
+    assert [event["kind"] for event in events][-2:] == ["checkpoint_failed", "end"]
+    assert not rest.exists(), "what an interrupted save has left is removed"
+    summary = json.loads((checkpoints.parent / "summary.json").read_text())
+    assert summary["ended_by"] == "max_tokens" and summary["steps"] == last
+    assert not list(checkpoints.parent.glob("earlier-*"))
+
+
+def test_where_no_checkpoint_can_be_read_nothing_begins_and_nothing_is_set_aside(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoints.parents[1].with_name("unreadable")
+    shutil.copytree(checkpoints.parents[1], folder)
+    monkeypatch.chdir(folder)
+    saved = sorted(Path("run/checkpoints").glob("step-*"))
+    assert len(saved) == 2
+    for path in saved:
+        damage(path)
+    n_rows = len(read_metrics("run"))
+    done = commands.run(*COPUS, *ALONE, cwd=folder)
+    assert done.returncode == 2 and not list(Path("run").glob("earlier-*"))
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("copus: ") and "is damaged, its checksum differs" in line
+    refused = [event["path"] for event in read_events("run") if event["kind"] == "checkpoint_refused"]
+    assert sorted(refused[-2:]) == [str(path) for path in saved] and len(read_metrics("run")) == n_rows
+
+    for path in saved:
+        os.truncate(path / "__0_0.distcp", 10)
+    before = sorted(Path("run").rglob("*"))
+    assert main(["fit", "--config", "tiny.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert "run.resume=auto: no checkpoint in run/checkpoints is whole" in message
+    assert message.count("\n") == 1 and sorted(Path("run").rglob("*")) == before
+
+
 def test_a_run_that_loses_a_rank_says_so_and_goes_on_as_if_nothing_had_been(runs: Runs) -> None:
     lost, folder = runs.lost.result(), runs.folder / "lost"
     assert lost.returncode == 1 and lost.ending_seconds < 30, (lost.returncode, lost.ending_seconds)
