@@ -264,7 +264,8 @@ def odds_and_ends(folder: str) -> dict[str, Any]:
         (held,) = itertools.islice(run.loader, 1)
         run.fabric.strategy.session.live.fault = slow_to_write
         run.fabric.save(f"{folder}/held", run.state)  # at the top of the loop
-        run.fabric.load(f"{folder}/held", run.state)  # and while it is being written
+        found["being written"] = set(run.fabric.load(f"{folder}/held"))
+        run.fabric.load(f"{folder}/held", run.state)
         run.train(3)
         found["held"], found["next"] = indices(held), run.samples[1:]
     return found
@@ -303,6 +304,7 @@ def test_what_else_a_script_may_do(world: World, tmp_path: Path) -> None:
     assert found["weights alone"] == {"epoch": 3}
     assert found["weights are back"] and found["position stays"] and found["raw"]
     assert found["nothing overwritten"]
+    assert found["being written"] == keys
     order = GlobalOrder(len(DATASET), SEED, shuffle=True)
     assert merged(by_rank, 2, "next") == [[order.index(i) for i in range(n, n + 4)] for n in (6, 10)]
     assert found["held"] == found["next"][0], "a batch in hand at the save is the next one"
