@@ -203,6 +203,9 @@ class ElasticDataLoader:
         if workers is not None:
             # As Lightning does: to drop the last reference would do too, but not at a known time.
             workers._shutdown_workers()
+            for worker in workers._workers:  # one that hangs has let pass the signal that it was sent there
+                if worker.is_alive():
+                    worker.kill()
 
     def _begin_iteration(self) -> _Iteration:
         n = self.batch_sampler.order.n_samples

@@ -36,6 +36,15 @@ class Slow(Dataset):
         return {"id": index, "worker": info.id if info else -1, "opened_by": self.opened_by}
 
 
+class Stuck(Slow):
+    """Hangs in the second batch of four."""
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index == 5:
+            time.sleep(30)
+        return super().__getitem__(index)
+
+
 def open_files(worker_id: int, offset: int) -> None:
     get_worker_info().dataset.opened_by = worker_id + offset
 
@@ -169,6 +178,20 @@ def test_a_worker_outlives_one_sigterm_and_not_two(children: Children) -> None:
     with pytest.raises((RuntimeError, OSError, EOFError)):
         for _ in range(100):
             next(iterator)
+    assert children() == before
+
+
+def test_a_worker_that_hangs_ends_with_the_loader(
+    monkeypatch: pytest.MonkeyPatch, children: Children
+) -> None:
+    before = children()
+    loader = elastic(Stuck(1000))
+    next(iter(loader))
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # torch waits for 5 s
+    loader.close()
+    deadline = time.monotonic() + 5
+    while children() != before and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert children() == before
 
 
