@@ -186,16 +186,16 @@ class Training:
         self.keeper.remove_old(path)
 
     def _save_if_possible(self) -> None:
-        """A disk that is full does not end the run: the checkpoint before is there."""
+        """A disk that is full, or a file in the way, does not end the run: the checkpoint before is there."""
         from copus_lightning.engine.checkpoint import CheckpointFailed
 
         try:
             self._save()
             self.save_failure = None
-        except CheckpointFailed as error:
-            self.save_failure = error.reason
-            self._event("checkpoint_failed", reason=error.reason)
-            self.view.note(self.copus.last_row, error.reason)
+        except (CheckpointFailed, ValueError) as error:  # the same on all ranks
+            self.save_failure = str(error)
+            self._event("checkpoint_failed", reason=self.save_failure)
+            self.view.note(self.copus.last_row, self.save_failure)
 
     def _load(self, path: Path) -> None:
         """Goes on from a checkpoint; one that `auto` has found may turn out to be damaged, then from the one before."""
