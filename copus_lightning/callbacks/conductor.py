@@ -51,7 +51,7 @@ class Conductor:
         self._last_end: float | None = None
         self._booked = 0.0
         self._warned = False
-        self._switch_at: int | None = None
+        self._switch_at = 0  # of the pending switch
         self._prepare_seconds = 0.0
         self._unfinished: dict[str, Any] | None = None
         session.live.measure_next = True
@@ -81,10 +81,6 @@ class Conductor:
         wall = self.session.step_seconds if self._last_end is None else now - self._last_end - self._booked
         self._last_end, self._booked = now, 0.0
         return max(wall, 1e-9)
-
-    def forget_switch(self) -> None:
-        """Gives up a switch that was decided on, as when another run is taken up."""
-        self._switch_at = None
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -118,10 +114,9 @@ class Conductor:
                 self.recorder.event("skipped_step", step=controller.step, reason="a gradient is not finite")
         self._plan_measurement(outcome.norms is not None, step_seconds)
         self._finish_switch_event(step_seconds)
-        if self._switch_at is not None and controller.step >= self._switch_at:
-            self._switch_at = None
-            assert controller.pending is not None
-            self.switch(controller.pending)
+        if controller.pending is not None:
+            if controller.step >= self._switch_at:
+                self.switch(controller.pending)
         elif controller.due():
             self._decide(step_seconds)
         session.learning_rate_factor = controller.learning_rate_factor
@@ -132,7 +127,6 @@ class Conductor:
         for failure in self.session.take_reductions():
             self.controller.failed(failure.configuration, failure.reason)
             self.controller.applied(failure.replacement)
-            self.forget_switch()  # it was decided on from where the run is no longer
             self._event(
                 "out_of_memory",
                 configuration=failure.configuration.to_dict(),

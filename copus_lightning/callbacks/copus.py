@@ -197,7 +197,6 @@ class CopusCallback(Callback):
             self.controller.load_state_dict(state_dict, None)
             return
         session = self.conductor.session
-        self.conductor.forget_switch()
         self.controller.load_state_dict(state_dict, session.configuration)
         if self._enter_known(session):
             self.controller.load_state_dict(state_dict, session.configuration)
