@@ -277,12 +277,8 @@ class CopusTrainerStrategy(TrainerCheckpoints):
     def teardown(self) -> None:
         # Not the base's: it would move the module to the CPU, which fails for one that is still on meta.
         assert self.cluster_environment is not None and self.accelerator is not None
-        try:
+        with self.replacing():
             self.session.close()
-        except Exception:  # Lightning comes here once more
-            self._obsolete = []  # what was to take their place was perhaps not written
-            raise
-        self.remove_obsolete()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
@@ -96,14 +97,10 @@ class TrainerCheckpoints(Processes, ParallelStrategy):
             raise TypeError("storage_options is not supported: CopusTrainerStrategy writes to a file system")
         entries["state_dict"] = self._weights.others(checkpoint["state_dict"])
         entries["loops"] = settle_epoch(self.lightning_module.trainer, checkpoint["loops"])
-        try:
+        with self.replacing():  # it waits for the checkpoint before
             checkpoints.save_run(self.session, filepath, entries, NAMES)
             if self._is_linked():
                 self.session.finish_saving()
-        except Exception:
-            self._obsolete = []  # the one that was to take their place may be the one that failed
-            raise
-        self.remove_obsolete()  # what waited for the checkpoint before, which is complete
 
     def _is_linked(self) -> bool:
         """Whether Lightning makes a link to the checkpoint as soon as it is told that there is one."""
@@ -121,9 +118,14 @@ class TrainerCheckpoints(Processes, ParallelStrategy):
         else:
             self._remove([filepath])
 
-    def remove_obsolete(self) -> None:
-        """Removes what was to be removed. The last checkpoint is complete."""
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Removes what was to be removed once the block, which waits for the last checkpoint, has ended well.
+
+        After an error it stays: the one that was to take its place may be the one that failed.
+        """
         obsolete, self._obsolete = self._obsolete, []
+        yield
         self._remove(obsolete)
 
     def _remove(self, paths: list[_PATH]) -> None:
