@@ -57,12 +57,13 @@ def check_model(path: Path, fingerprint: dict[str, Any]) -> None:
     Raises:
         ConfigError: One line that names what differs.
     """
-    for name, value in Manifest.read(resolve(path)).model["fingerprint"].items():
-        if fingerprint.get(name) != value:
-            raise ConfigError(
-                f"run.resume: {path} is of another model, its {name} is {value} and not {fingerprint.get(name)}:"
-                " set model as it was, or run.resume=null"
-            )
+    difference = Manifest.read(resolve(path)).difference(fingerprint)
+    if difference is not None:
+        name, there, here = difference
+        raise ConfigError(
+            f"run.resume: {path} is of another model, its {name} is {there} and not {here}:"
+            " set model as it was, or run.resume=null"
+        )
 
 
 def saved_configuration(path: Path, world_size: int) -> Configuration | None:
@@ -111,7 +112,7 @@ class Keeper:
         if not self.is_first_rank:
             return
         for path in self.directory.glob(".step-*.saving"):
-            if path.name != saving(last).name:
+            if path != saving(last):
                 shutil.rmtree(path, ignore_errors=True)
         # By age: a run that was taken back to an earlier checkpoint still has later steps of another course.
         for path in sorted(self.directory.glob("step-*"), key=_saved_at)[:-KEPT]:

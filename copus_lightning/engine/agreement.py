@@ -40,12 +40,11 @@ class Agreement:
         timeout = timedelta(seconds=timeout_seconds)
         self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
         # The largest counts: a rank that was in other worlds before has made other agreements than its peers.
-        number = torch.tensor([next(_numbers)])
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
+        number = self.largest(next(_numbers))
         # A connection of its own, where torch (2.8) can: whoever waits in the store keeps its connection to itself.
         store = dist.distributed_c10d._get_default_store()
         store = getattr(store, "clone", lambda: store)()
-        self._store = dist.PrefixStore(f"copus-{number.item()}", store)
+        self._store = dist.PrefixStore(f"copus-{number}", store)
         self._calls = 0
         self._lock = threading.Lock()
         self._handled = 0

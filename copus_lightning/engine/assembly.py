@@ -294,8 +294,8 @@ class Assembler:
 
     def state_bytes(self, elements: Sequence[int], with_state: bool) -> int:
         """Bytes of so many elements of each param group: of the masters and, with state, of each moment."""
-        keys = [1 + (len(schema.elementwise) if with_state else 0) for schema in self.handle.schemas]
-        return sum(4 * n_keys * count for n_keys, count in zip(keys, elements, strict=True))
+        n_keys = [len(self.handle.keys(group)) if with_state else 1 for group in range(len(elements))]
+        return sum(4 * n * count for n, count in zip(n_keys, elements, strict=True))
 
     @staticmethod
     def reset_globals() -> None:

@@ -53,7 +53,7 @@ def describe_run(engine: Engine, scalars: Scalars | None, labels: Mapping[str, A
         versions=_versions(),
         model={
             "class": type(description.skeleton).__name__,
-            "config": json.loads(description.config.to_json_string()),
+            "config": _config(engine),
             "fingerprint": description.fingerprint(),
             "tied": description.tied,
         },
@@ -95,10 +95,10 @@ def _check_model(engine: Engine, folder: Path, manifest: Manifest) -> None:
         if name not in tensors:
             raise ValueError(f"{what}: it has a parameter {name!r} that this model has not; {fix}")
     # Heads of another number may have weights of the same shapes.
-    here, there = engine.assembler.description.fingerprint(), manifest.model["fingerprint"]
-    for key, value in there.items():
-        if here.get(key) != value:
-            raise ValueError(f"{what}: its {key} is {value}, not {here.get(key)}; {fix}")
+    difference = manifest.difference(engine.assembler.description.fingerprint())
+    if difference is not None:
+        key, there, here = difference
+        raise ValueError(f"{what}: its {key} is {there}, not {here}; {fix}")
     _warn_of_other_computation(engine, folder, manifest)
 
 
@@ -106,7 +106,7 @@ def _warn_of_other_computation(engine: Engine, folder: Path, manifest: Manifest)
     """Says so where the same weights would compute something else; it may be wished, as with a longer context."""
     if engine.rank != 0:
         return
-    here = json.loads(engine.assembler.description.config.to_json_string())
+    here = _config(engine)
     for key in COMPUTES:
         there = manifest.model["config"].get(key)
         if there != here.get(key):
@@ -114,6 +114,11 @@ def _warn_of_other_computation(engine: Engine, folder: Path, manifest: Manifest)
                 f"{folder} was saved with {key}={there} in the model's config, here it is {here.get(key)}",
                 stacklevel=2,
             )
+
+
+def _config(engine: Engine) -> dict[str, Any]:
+    """The model's Hugging Face config in plain values, as it is saved."""
+    return json.loads(engine.assembler.description.config.to_json_string())
 
 
 def _check_keys(folder: Path, manifest: Manifest) -> None:

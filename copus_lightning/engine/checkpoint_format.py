@@ -70,6 +70,13 @@ class Manifest:
                     found.update({moment_key(key, name): shapes[name] for key in group["moments"]})
         return found
 
+    def difference(self, fingerprint: dict[str, Any]) -> tuple[str, Any, Any] | None:
+        """What tells the saved model from one of this fingerprint: its name, there and here; None if nothing does."""
+        for name, there in self.model["fingerprint"].items():
+            if fingerprint.get(name) != there:
+                return name, there, fingerprint.get(name)
+        return None
+
     def write(self, folder: Path) -> None:
         """Writes `copus.json`, which makes the folder complete."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)

@@ -115,11 +115,10 @@ class Preparation:
 
     def wait(self) -> None:
         """Waits for the helper thread, whose own waits for other ranks end in time."""
-        if self._thread is not None:
-            self._thread.join(2 * self._timeout_seconds)
-            if self._thread.is_alive():
-                self._cancelled.set()
-                self.failure = Failure(-1, "error", "the preparation timed out")
+        self.settle()
+        if not self.finished:
+            self._cancelled.set()
+            self.failure = Failure(-1, "error", "the preparation timed out")
         if self.prepared is None and self.failure is None:
             self.failure = Failure(-1, "error", "the helper thread that prepares the layout was killed")
 
