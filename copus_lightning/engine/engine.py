@@ -35,7 +35,7 @@ from copus_lightning.engine.failures import (
 )
 from copus_lightning.engine.groups import GroupCache
 from copus_lightning.engine.memory import switch_peak_bytes
-from copus_lightning.engine.switching import Preparation, Switch, SwitchReport
+from copus_lightning.engine.switching import Laps, Preparation, Switch, SwitchReport
 from copus_lightning.engine.watch import Watch
 
 if TYPE_CHECKING:
@@ -483,18 +483,18 @@ class Engine:
         """
         self.check(configuration)
         if configuration.layout != self.layout:
-            self._preparation = self._prepare(configuration, in_thread=True)
+            self._preparation = self._prepare(configuration)
 
     @property
     def prepared(self) -> bool:
         """Whether the preparation that was begun last has ended on this rank."""
         return self._preparation is not None and self._preparation.finished
 
-    def _prepare(self, configuration: Configuration, in_thread: bool) -> Preparation:
+    def _prepare(self, configuration: Configuration, pause: Laps | None = None) -> Preparation:
         if self._preparation is not None:
             self._preparation.drop()
         self._n_preparations += 1
-        return Preparation(self, configuration, self._n_preparations, in_thread)
+        return Preparation(self, configuration, self._n_preparations, pause)
 
     def settle_preparation(self) -> None:
         """To be called before a process group is made elsewhere: ranks must make them all in the same order."""
@@ -518,20 +518,17 @@ class Engine:
         changed = configuration.layout != self.layout
         report = SwitchReport(self.configuration, configuration, changed)
         if changed:
+            laps = Laps()
             preparation = self._preparation
+            if preparation is None or not preparation.is_for(self.layout, configuration.layout):
+                preparation = self._prepare(configuration, laps)
             self._preparation = None
-            usable = preparation is not None and preparation.source_layout == self.layout
-            if preparation is None or not usable or preparation.target.layout != configuration.layout:
-                if preparation is not None:
-                    preparation.drop()
-                preparation = self._prepare(configuration, in_thread=False)
             report.overlapped = preparation.overlapped
-            started = time.perf_counter()
-            self.live = Switch(self, configuration, preparation, report).run()
-            report.total_seconds = time.perf_counter() - started
-            if not report.overlapped:
-                report.total_seconds += sum(preparation.seconds.values())
+            self.live = Switch(self, preparation, report, laps).run()
             self.groups.release([configuration.layout])
+            laps.end("free")
+            report.seconds = preparation.laps.seconds | laps.seconds
+            report.total_seconds = laps.total_seconds
         self.configuration = configuration
         return report
 

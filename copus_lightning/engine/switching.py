@@ -44,6 +44,29 @@ DROP_SECONDS = 10.0
 PHASES = (*OVERLAPPED, "drain", "stage", "free", "build", "exchange", "load")
 
 
+class Laps:
+    """Seconds of phases, each of which begins where the one before it ended, so that they sum to the whole.
+
+    Attributes:
+        seconds: Of each phase that has ended; of one that has ended several times, together.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._started = self._ended = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """Counts all since the last phase's end as part of this one."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._ended
+        self._ended = now
+
+    @property
+    def total_seconds(self) -> float:
+        """From the beginning to the last phase's end."""
+        return self._ended - self._started
+
+
 @dataclass
 class SwitchReport:
     """What one switch cost.
@@ -54,7 +77,7 @@ class SwitchReport:
         layout_changed: False for a change of batch or micro-batch alone, which rebuilds nothing.
         seconds: Of each phase on this rank, see the table above; ``groups`` and ``prepare`` ran while training
             went on if the switch was prepared.
-        total_seconds: Of the pause, on this rank.
+        total_seconds: Of the pause, on this rank: its phases together.
         overlapped: ``groups`` and ``prepare`` are not part of the pause.
         bytes_moved: Bytes of state that crossed from rank to rank, over all ranks.
         bytes_received: Of them, those that this rank received.
@@ -81,12 +104,18 @@ class Preparation:
     """Everything of a new layout that needs no old state, made in a helper thread or at once.
 
     Collective: every rank prepares the same configurations in the same order, counted by ``number``.
+
+    Args:
+        engine: What it is for.
+        target: The configuration to prepare.
+        number: Of this engine's preparations.
+        pause: Where its time counts, if training waits for it; None for a helper thread.
     """
 
-    def __init__(self, engine: Engine, target: Configuration, number: int, in_thread: bool) -> None:
+    def __init__(self, engine: Engine, target: Configuration, number: int, pause: Laps | None) -> None:
         self.target = target
         self.source_layout: Layout = engine.layout
-        self.seconds: dict[str, float] = {}
+        self.laps = pause or Laps()
         self.prepared: Prepared | None = None
         self.plan: ExchangePlan | None = None
         self.missing: list[int] = []
@@ -95,7 +124,7 @@ class Preparation:
         self._timeout_seconds = engine.settings.timeout_seconds
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
-        if in_thread:
+        if pause is None:
             self._thread = threading.Thread(
                 target=self._run, args=(engine,), name="copus-prepare", daemon=True
             )
@@ -107,6 +136,10 @@ class Preparation:
     def overlapped(self) -> bool:
         """Made while training went on."""
         return self._thread is not None
+
+    def is_for(self, source: Layout, target: Layout) -> bool:
+        """Whether it leads from one to the other."""
+        return self.source_layout == source and self.target.layout == target
 
     @property
     def finished(self) -> bool:
@@ -138,12 +171,10 @@ class Preparation:
 
     def _run(self, engine: Engine) -> None:
         try:
-            started = time.perf_counter()
             engine.fault("groups")
             engine.agreement.meet(self._key)
             groups = engine.groups.get(self.target.layout)
-            self.seconds["groups"] = time.perf_counter() - started
-            started = time.perf_counter()
+            self.laps.end("groups")
             engine.fault("prepare")
             trim()  # what the switch before has freed
             self.plan = engine.assembler.plan(self.source_layout, self.target.layout)
@@ -155,7 +186,7 @@ class Preparation:
                 prepared.close()
                 return
             self.prepared = prepared
-            self.seconds["prepare"] = time.perf_counter() - started
+            self.laps.end("prepare")
         except BaseException as error:  # whatever ends the thread is agreed on by all ranks
             self.failure = describe(error, engine.rank)
             engine.agreement.warn(self._key)
@@ -168,13 +199,11 @@ class _Failed(Exception):
 
 
 class Switch:
-    """One change of layout of an engine."""
+    """One change of layout of an engine; ``laps`` tells the pause's phases apart."""
 
-    def __init__(
-        self, engine: Engine, target: Configuration, preparation: Preparation, report: SwitchReport
-    ) -> None:
-        self.engine, self.target, self.report = engine, target, report
-        self.preparation = preparation
+    def __init__(self, engine: Engine, preparation: Preparation, report: SwitchReport, laps: Laps) -> None:
+        self.engine, self.target, self.report = engine, report.target, report
+        self.preparation, self.laps = preparation, laps
         self._held: Held | None = None
         self._new: Live | None = None
         self._carrier: Carrier | None = None
@@ -189,7 +218,6 @@ class Switch:
         """
         try:
             self._phase("drain", self._drain)
-            self.report.seconds |= self.preparation.seconds
             with PeakMemory() as memory:
                 self._phase("stage", self._stage)
                 self._phase("free", self._free)
@@ -199,6 +227,7 @@ class Switch:
                     carrier.arrived(part)
                 self._phase("load", partial(self._load, carrier))
             self.report.host_peak_bytes = memory.growth_bytes
+            self.laps.end("load")
             assert self._new is not None
             return self._new
         except _Failed as failed:
@@ -207,7 +236,6 @@ class Switch:
 
     def _phase(self, name: str, work: Callable[[], T]) -> T:
         engine = self.engine
-        started = time.perf_counter()
         result: T | None = None
         failure: Failure | None = None
         try:
@@ -220,8 +248,7 @@ class Switch:
                 engine.announce_failure()
                 self._let_go()
         failures = engine.agreement.agree(f"switch: {name}", failure)
-        spent = self.report.seconds.get(name, 0.0)
-        self.report.seconds[name] = spent + time.perf_counter() - started
+        self.laps.end(name)
         if failures:
             raise _Failed(name, failures)
         return result  # type: ignore[return-value]

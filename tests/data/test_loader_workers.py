@@ -45,6 +45,22 @@ class Stuck(Slow):
         return super().__getitem__(index)
 
 
+class Counted(Slow):
+    """Counts how often each item is fetched; from ``closed_from`` on they wait for the gate to open."""
+
+    def __init__(self, n: int, closed_from: int) -> None:
+        super().__init__(n)
+        self.closed_from = closed_from
+        self.counts = torch.zeros(n, dtype=torch.int64).share_memory_()
+        self.gate = torch.multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        if index >= self.closed_from:
+            assert self.gate.wait(30)
+        self.counts[index] += 1
+        return super().__getitem__(index)
+
+
 def open_files(worker_id: int, offset: int) -> None:
     get_worker_info().dataset.opened_by = worker_id + offset
 
@@ -110,26 +126,29 @@ def test_workers_end_with_the_iteration(leave: str, children: Children) -> None:
 
 
 def test_stale_work_is_given_up_at_the_next_sample() -> None:
-    # Four prefetched batches of 64 would take 64 * 4 * 0.02 / 2 = 2.6 s to finish.
-    loader = elastic(Slow(10_000, seconds=0.02), batch=64)
+    dataset = Counted(10_000, closed_from=64)
+    loader = elastic(dataset, batch=64)
     iterator = iter(loader)
     next(iterator)
     loader.reconfigure(global_batch_size=2)
-    start = time.perf_counter()
+    dataset.gate.set()
     assert next(iterator)["id"].tolist() == [64, 65]
-    assert time.perf_counter() - start < 1.0
     loader.close()
+    # One worker may have waited at 128; the rest of what was fetched ahead, up to 319, is left alone.
+    assert dataset.counts[80:].sum() <= 1
 
 
 def test_an_unchanged_configuration_keeps_what_was_fetched() -> None:
-    loader = elastic(Slow(1000, seconds=0.05), batch=8)
+    dataset = Counted(1000, closed_from=1000)
+    loader = elastic(dataset, batch=8)
     iterator = iter(loader)
     next(iterator)
-    time.sleep(1.0)
+    deadline = time.monotonic() + 30
+    while dataset.counts[15] == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
     loader.reconfigure(data_rank=0, data_size=1, global_batch_size=8)
-    start = time.perf_counter()
     assert next(iterator)["id"].tolist() == list(range(8, 16))
-    assert time.perf_counter() - start < 0.25  # unless it was fetched anew, which takes 0.4 s
+    assert dataset.counts[8:16].tolist() == [1] * 8
     loader.close()
 
 
@@ -189,7 +208,7 @@ def test_a_worker_that_hangs_ends_with_the_loader(
     next(iter(loader))
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # torch waits for 5 s
     loader.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20  # the item takes 30 s
     while children() != before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert children() == before

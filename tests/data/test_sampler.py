@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -40,11 +39,9 @@ def test_permutation_looks_shuffled() -> None:
     assert max(abs(count - 500) for count in counts.values()) < 5 * np.sqrt(500)
 
 
-def test_huge_dataset_costs_no_memory_and_little_time() -> None:
+def test_the_order_of_a_huge_dataset_is_never_laid_out() -> None:
     order = GlobalOrder(10**15, seed=0)
-    start = time.perf_counter()
     indices = order.indices(7 * 10**14, 7 * 10**14 + 100_000)
-    assert time.perf_counter() - start < 1.0
     assert len(np.unique(indices)) == 100_000 and indices.min() >= 0 and indices.max() < 10**15
 
 
