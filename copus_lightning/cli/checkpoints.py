@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ class Keeper:
     def remove_old(self, last: Path) -> None:
         """Keeps the last two, and nothing of a save that was interrupted. First rank.
 
+        A folder that is no readable checkpoint is not this run's to remove.
+
         Args:
             last: The checkpoint that was saved last, or is being written.
         """
@@ -114,13 +117,10 @@ class Keeper:
         for path in self.directory.glob(".step-*.saving"):
             if path != saving(last):
                 shutil.rmtree(path, ignore_errors=True)
+        saved_at = {}
+        for path in self.directory.glob("step-*"):
+            with contextlib.suppress(ValueError):
+                saved_at[path] = Manifest.read(path).saved_at
         # By age: a run that was taken back to an earlier checkpoint still has later steps of another course.
-        for path in sorted(self.directory.glob("step-*"), key=_saved_at)[:-KEPT]:
+        for path in sorted(saved_at, key=saved_at.__getitem__)[:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _saved_at(path: Path) -> float:
-    try:
-        return Manifest.read(path).saved_at
-    except ValueError:
-        return 0.0

@@ -22,13 +22,12 @@ from copus_lightning.cli.launch import (
     set_threads,
 )
 from copus_lightning.cli.measuring import describe_hardware, describe_model, layouts_to_measure, measure
+from copus_lightning.cli.run_directory import claim, set_aside
 from copus_lightning.cli.training import Training
-from copus_lightning.config import Config, ConfigError, load, render
+from copus_lightning.config import Config, load, render
 from copus_lightning.core.layout import Configuration
 from copus_lightning.core.profile import Profile
 from copus_lightning.data import TokenDataset, check_vocabulary
-
-RECORDS = ("config.yaml", "metrics.csv", "events.jsonl", "summary.json", "*.png", "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,7 @@ def prepare(arguments: Namespace) -> Ready:
             profile.check(fingerprint, describe_hardware(place), place.world_size)
         if profile is not None or config.copus.policy != "copus":
             start(config, place, profile, resume)
-        try:
-            Path(config.run.run_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"run.run_dir: {config.run.run_dir} cannot be made ({error.strerror})"
-            ) from None
+        claim(Path(config.run.run_dir))
     return Ready(config, place, datasets, profile, resume)
 
 
@@ -190,17 +184,3 @@ def first_configuration(config: Config, place: Place, profile: Profile | None) -
         and configuration.layout.data * configuration.accumulation >= 2
     ]
     return max(measured, key=profile.throughput, default=first)
-
-
-def set_aside(run_dir: Path) -> None:
-    """Moves the records of an earlier run in the same folder into `earlier-1`, `earlier-2`, ..."""
-    found = [path for pattern in RECORDS for path in run_dir.glob(pattern)]
-    if not found:
-        return
-    number = 1
-    while (run_dir / f"earlier-{number}").exists():
-        number += 1
-    target = run_dir / f"earlier-{number}"
-    target.mkdir()
-    for path in found:
-        path.rename(target / path.name)

@@ -249,6 +249,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_last_save_that_fails_is_said(
     rest = checkpoints / ".step-00000001.saving"
     rest.mkdir()
     (rest / "__0_0.distcp").write_bytes(b"begun")
+    foreign = checkpoints / "step-by-hand"
+    foreign.mkdir()
     n_steps = 4  # of 248 tokens: there is a save on the way, and the one at the end
     last = int(older.name.removeprefix("step-")) + n_steps
     (checkpoints / f".step-{last:08d}.saving").write_text("in the way")
@@ -265,6 +267,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_last_save_that_fails_is_said(
     (refused,) = [event for event in events if event["kind"] == "checkpoint_refused"]
     assert refused["path"].endswith(damaged.name) and "its checksum differs" in refused["reason"]
     assert [event["kind"] for event in events][-2:] == ["checkpoint_failed", "end"]
+    foreign.rmdir()  # it is no checkpoint of this run, and was left alone
     assert not rest.exists(), "what an interrupted save has left is removed"
     summary = json.loads((checkpoints.parent / "summary.json").read_text())
     assert summary["ended_by"] == "max_tokens" and summary["steps"] == last
