@@ -23,20 +23,12 @@ from copus_lightning.core.layout import Configuration, Coordinates, Layout
 from copus_lightning.core.noise import StepNorms
 from copus_lightning.engine.agreement import Agreement
 from copus_lightning.engine.backend import load_deepspeed
-from copus_lightning.engine.carrying import hold, restore
-from copus_lightning.engine.failures import (
-    MEMORY,
-    OutOfMemory,
-    RankLost,
-    StepFailed,
-    SwitchFailed,
-    causes,
-    describe,
-)
+from copus_lightning.engine.failures import OutOfMemory, RankLost, StepFailed, SwitchFailed, describe
 from copus_lightning.engine.groups import GroupCache
 from copus_lightning.engine.memory import switch_peak_bytes
+from copus_lightning.engine.recovery import Recovery
+from copus_lightning.engine.settings import EngineSettings
 from copus_lightning.engine.switching import Laps, Preparation, Switch, SwitchReport
-from copus_lightning.engine.watch import Watch
 
 if TYPE_CHECKING:
     from copus_lightning.engine.assembly import Live
@@ -52,44 +44,6 @@ __all__ = [
     "SwitchFailed",
     "SwitchReport",
 ]
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """What stays the same over all layouts of a run.
-
-    Args:
-        zero_stage: 0, every data rank keeps all masters and moments of its shards; 1, each keeps a share.
-        dtype: Of weights and activations: ``torch.float32``, or ``torch.bfloat16`` with fp32 masters, moments
-            and gradient accumulation.
-        gradient_clip_norm: Largest global gradient norm, or None.
-        cache_groups: Keep the process groups of layouts that were left, for a cheap return.
-        ranks_per_node: Ranks that share a node, preferred as sources in a switch; None if all are equally near.
-        buffer_bytes: Size of the buffer through which pieces travel in a switch.
-        timeout_seconds: Longest wait for another rank before the run ends with an error.
-        one_by_one: In a switch, carry one state key (masters, then each moment) after the other and free each in
-            the old layout before the next gets its memory in the new one, instead of all together. None: on
-            every device but the CPU, where the new layout's memory is made ready while training goes on.
-    """
-
-    zero_stage: int = 1
-    dtype: torch.dtype = torch.float32
-    gradient_clip_norm: float | None = None
-    cache_groups: bool = True
-    ranks_per_node: int | None = None
-    buffer_bytes: int = 64 * 2**20
-    timeout_seconds: float = 1800.0
-    one_by_one: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.zero_stage not in (0, 1):
-            raise ValueError(
-                f"zero_stage must be 0 or 1, not {self.zero_stage!r}: pipelines do not go with higher ones"
-            )
-        if self.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"precision must be 32-true, bf16-true or bf16-mixed, not {self.dtype}")
-        if self.gradient_clip_norm is not None and not self.gradient_clip_norm > 0:
-            raise ValueError(f"gradient_clip_norm must be positive or null, not {self.gradient_clip_norm}")
 
 
 @dataclass(frozen=True)
@@ -178,8 +132,7 @@ class Engine:
         # Nothing was changed so far; from here on nothing is refused.
         self.groups = GroupCache(settings.cache_groups, settings.timeout_seconds)
         self.agreement = Agreement(settings.timeout_seconds)
-        self._aborted = False
-        self._watch = Watch(self.agreement, self._on_failure_elsewhere) if device.type == "cuda" else None
+        self.recovery = Recovery(self)
         self.configuration = configuration
         self.automatic_micro_batch = automatic_micro_batch
         self.measure_next = False
@@ -247,7 +200,7 @@ class Engine:
                 return self._stepped.sums[0].float()
             except Exception as error:
                 failure = describe(error, self.rank)
-            reason = self._recover(failure)
+            reason = self.recovery.undo_step(failure)
             if not self.automatic_micro_batch:
                 raise OutOfMemory(reason)
             self._reduce_micro_batch(reason)
@@ -279,7 +232,7 @@ class Engine:
         if speaks:
             sums[2] = total / self.layout.data
         dist.all_reduce(sums, group=live.groups.world)
-        self.finish_device_work()
+        self.recovery.finish_device_work()
         norms = None
         if weighted is not None:
             started = time.perf_counter()
@@ -316,31 +269,6 @@ class Engine:
             raise RuntimeError("the engine is closed")
         return self.live
 
-    # -- a step that failed ------------------------------------------------------------------------------------
-
-    def _recover(self, failure: Any) -> str:
-        """Brings all ranks back to the state before the step, if memory is all that was missing.
-
-        Returns:
-            The reason in one line.
-
-        Raises:
-            StepFailed: A rank failed for another reason.
-            RankLost: A rank is gone.
-        """
-        live = self._alive
-        self.announce_failure()
-        held = hold(self.assembler, live, live.optimizer.scalars(), on_host=True)
-        del live
-        self.take_down()
-        failures = self.agreement.agree("step", failure)
-        first = causes(failures)[0]
-        if first.kind != MEMORY:
-            raise StepFailed(f"rank {first.rank} failed in the step: {first.reason}")
-        self.recovered()
-        self.take_up(lambda: restore(self.assembler, self.groups.get(self.layout), held))
-        return f"rank {first.rank} ran out of memory in {self.configuration}: {first.reason}"
-
     def _reduce_micro_batch(self, reason: str) -> None:
         now = self.configuration
         smaller = [m for m in range(1, now.micro_batch_size) if now.data_rank_batch_size % m == 0]
@@ -350,65 +278,6 @@ class Engine:
         replacement = Configuration(now.layout, now.global_batch_size, max(half or smaller))
         self.reductions.append(Reduction(now, replacement, reason))
         self.configuration = replacement
-
-    def announce_failure(self) -> None:
-        """To be called as soon as this rank has failed: frees it and the others from collectives of the layout."""
-        self.agreement.announce()
-        self.groups.abort()
-
-    def _on_failure_elsewhere(self) -> None:
-        self._aborted = True
-        self.groups.abort()
-
-    def finish_device_work(self) -> None:
-        """Waits until the device has done all that it was given.
-
-        Raises:
-            RuntimeError: Another rank has failed, and what this one waited for was ended.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self._aborted:
-            raise RuntimeError("connection closed: another rank failed")
-
-    def recovered(self) -> None:
-        """To be called once all ranks have agreed on a failure, before a layout is built again. Collective."""
-        self._aborted = False
-        # Groups are named after how many a rank has made, and one may have failed to make some.
-        world = dist.distributed_c10d._world
-        world.group_count = self.agreement.largest(world.group_count)
-
-    def take_up(self, work: Callable[[], Live]) -> None:
-        """Builds the layout again that was alive before a failure. Collective.
-
-        Raises:
-            StepFailed: Some rank could not.
-        """
-        failure = None
-        try:
-            self.live = work()
-        except Exception as error:
-            failure = describe(error, self.rank)
-            self.announce_failure()
-            self.take_down()
-        failures = self.agreement.agree("recovery", failure)
-        if failures:
-            first = causes(failures)[0]
-            raise StepFailed(
-                f"rank {first.rank} could not take {self.configuration} up again after a failure: {first.reason}"
-            )
-
-    def take_down(self) -> None:
-        """Ends the live layout and closes this rank's connections, so that nobody waits for it."""
-        if self.live is not None:
-            self.live.close()
-            self.live = None
-        if self._preparation is not None:
-            self._preparation.drop()
-            self._preparation = None
-        self.assembler.reset_globals()
-        self.groups.close()
-        gc.collect()
 
     def update(self, gradient_scale: float = 1.0, learning_rate_factor: float = 1.0) -> StepOutcome:
         """The optimizer step: clips by the global norm and updates, or changes nothing if it is not finite.
@@ -579,11 +448,22 @@ class Engine:
         """
         return self.assembler.gather(self._alive, key)
 
+    def take_down(self) -> None:
+        """Ends the live layout and closes this rank's connections, so that nobody waits for it."""
+        if self.live is not None:
+            self.live.close()
+            self.live = None
+        if self._preparation is not None:
+            self._preparation.drop()
+            self._preparation = None
+        self.assembler.reset_globals()
+        self.groups.close()
+        gc.collect()
+
     def close(self) -> None:
         """Ends the live layout and every group that the engine made."""
         self.take_down()
-        if self._watch is not None:
-            self._watch.close()
+        self.recovery.close()
         self.agreement.close()
 
 

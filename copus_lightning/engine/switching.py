@@ -241,11 +241,11 @@ class Switch:
         try:
             engine.fault(name)
             result = work()
-            engine.finish_device_work()
+            engine.recovery.finish_device_work()
         except Exception as error:
             failure = describe(error, engine.rank)
             if name != "drain":
-                engine.announce_failure()
+                engine.recovery.announce()
                 self._let_go()
         failures = engine.agreement.agree(f"switch: {name}", failure)
         self.laps.end(name)
@@ -322,12 +322,12 @@ class Switch:
         first = causes(failed.failures)[0]
         reason = f"rank {first.rank} failed in phase '{failed.phase}' of the switch to {self.target}: {first.reason}"
         self.preparation.drop()
-        engine.recovered()
+        engine.recovery.agreed()
         if failed.phase == "drain":  # whose groups some ranks may have made, and others not
             engine.groups.end_all_but([engine.layout])
         else:  # somebody has let go of the groups: all rebuild the old layout
             self._let_go()
-            engine.take_up(self._restore)
+            engine.recovery.take_up(self._restore)
         return reason
 
     def _restore(self) -> Live:
