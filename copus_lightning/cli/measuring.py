@@ -31,15 +31,16 @@ def describe_model(config: Config, place: Place) -> dict[str, Any]:
     from copus_lightning.engine.backend import environment, quiet
 
     with environment(DS_ACCELERATOR=place.device.type), quiet():
+        from copus_lightning.engine.family import check_family
         from copus_lightning.engine.fingerprint import model_fingerprint
         from copus_lightning.engine.model import ModelDescription
 
+        model = build_model(config.model)
         described = SimpleNamespace(
-            assembler=SimpleNamespace(
-                description=ModelDescription(build_model(config.model), config.run.seed)
-            ),
+            assembler=SimpleNamespace(description=ModelDescription(model, config.run.seed)),
             settings=_settings(config, place),
         )
+        check_family(model)
     return model_fingerprint(cast(Any, described), config.data.sequence_length)
 
 

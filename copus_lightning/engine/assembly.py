@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from copus_lightning.core.layout import Layout
 from copus_lightning.engine.exchange import ExchangePlan, missing_elements, plan
+from copus_lightning.engine.family import check_family
 from copus_lightning.engine.groups import LayoutGroups
 from copus_lightning.engine.layers import vocabulary_cross_entropy
 from copus_lightning.engine.memory import Sizes
@@ -158,8 +160,11 @@ class Assembler:
             )
         self.handle = OptimizerHandle(optimizer, names, trainable)
         self.description = ModelDescription(model, seed)
-        self.settings, self.device = settings, device
         self.rank = dist.get_rank()
+        untried = check_family(model)
+        if untried is not None and self.rank == 0:
+            warnings.warn(untried, stacklevel=2)
+        self.settings, self.device = settings, device
         self.state_map = self.description.state_map(settings.zero_stage, self.handle.groups)
 
     @staticmethod

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.module_inject.layers import (
+    ColumnParallel,
     LinearAllreduce,
     LinearLayer,
     VocabParallelEmbedding,
@@ -54,6 +55,30 @@ class VocabColumnParallelLinear(_FromShard, VocabParallelLinear):
 
 class VocabRowParallelEmbedding(_FromShard, VocabParallelEmbedding):
     """The embedding: each rank looks up the tokens of its slice of the vocabulary; the sum is all-reduced."""
+
+    def __init__(self, module: nn.Module, group: ProcessGroup, widths: tuple[int, ...]) -> None:
+        super().__init__(module, group, widths)
+        if self.embed_scale is not None:  # a copy on the weight's device, which may be meta
+            self.register_buffer("embed_scale", module.embed_scale, persistent=False)
+
+
+class SummedGradient(nn.Module):
+    """A replicated module that works on a rank's share of the activations: its gradients are summed over the group.
+
+    Such are the norms of queries and keys in some families, over each of the heads that a rank has. The module's
+    parameters keep their names.
+    """
+
+    def __init__(self, module: nn.Module, group: ProcessGroup) -> None:
+        super().__init__()
+        self._group = group
+        self._module = [module]  # no child: that would rename the parameters
+        for name, parameter in module.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        summed = {name: ColumnParallel.apply(self._group, p) for name, p in self.named_parameters()}
+        return torch.func.functional_call(self._module[0], summed, args, kwargs)
 
 
 def shrink(module: nn.Module, name: str, bounds: tuple[int, int], dim: int) -> None:

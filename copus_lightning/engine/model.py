@@ -21,7 +21,7 @@ from copus_lightning.engine import layers
 from copus_lightning.engine.groups import LayoutGroups
 from copus_lightning.engine.state import LogicalTensor, StateMap
 
-COLUMN, ROW, VOCABULARY = "colwise", "rowwise", "vocabulary"
+COLUMN, ROW, SUMMED, VOCABULARY = "colwise", "rowwise", "replicated_with_grad_allreduce", "vocabulary"
 
 
 class PassThrough(nn.Module):
@@ -39,19 +39,23 @@ class Stage(nn.Module):
             reads from its own copy of the batch instead of receiving them from the stage before.
     """
 
-    def __init__(self, model: nn.Module, base_name: str, head_name: str, first: bool, last: bool) -> None:
+    def __init__(self, model: nn.Module, base_name: str, first: bool, last: bool) -> None:
         super().__init__()
-        self.model = model
-        self.base_name, self.head_name = base_name, head_name
+        self.model, self.base_name = model, base_name
         self.first, self.last = first, last
         self.extras: dict[str, torch.Tensor] = {}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """``(samples, tokens)`` ids or ``(samples, tokens, hidden)`` activations to activations or logits."""
         entry = "input_ids" if self.first else "inputs_embeds"
-        base = getattr(self.model, self.base_name)
-        hidden = base(**{entry: inputs}, use_cache=False, **self.extras).last_hidden_state
-        return getattr(self.model, self.head_name)(hidden) if self.last else hidden
+        whole_or_base = self.model if self.last else self.base
+        outputs = whole_or_base(**{entry: inputs}, use_cache=False, **self.extras)
+        return outputs.logits if self.last else outputs.last_hidden_state
+
+    @property
+    def base(self) -> nn.Module:
+        """The model without its head."""
+        return getattr(self.model, self.base_name)  # type: ignore[no-any-return]
 
     def logical_parameters(self, tied: dict[str, str]) -> dict[str, nn.Parameter]:
         """Parameters of this stage by the name that they have in the whole model."""
@@ -93,14 +97,21 @@ class ModelDescription:
         self.config, self.seed = config, seed
         self.skeleton: Any = model
         self.base_name: str = model.base_model_prefix
-        base = getattr(model, self.base_name)
-        self.layers_name = next(n for n in plan if isinstance(getattr(base, n, None), nn.ModuleList))
+        base = getattr(model, self.base_name, None)
+        head = model.get_output_embeddings()
+        self.layers_name = next((n for n in plan if isinstance(getattr(base, n, None), nn.ModuleList)), "")
+        self.head_name = next((n for n, m in model.named_children() if m is head and n != self.base_name), "")
+        if not (self.layers_name and self.head_name):
+            missing = (
+                "language-model head" if self.layers_name else "list of layers that its pipeline plan names"
+            )
+            raise ValueError(
+                f"{type(model).__name__} has no {missing}: CopusStrategy trains causal language models, as "
+                "AutoModelForCausalLM makes them"
+            )
         order = list(plan)
         cut = order.index(self.layers_name)
         self._before, self._after = order[:cut], order[cut + 1 :]
-        self.head_name = next(
-            n for n, m in model.named_children() if n != self.base_name and m is model.get_output_embeddings()
-        )
         self.n_layers = len(getattr(base, self.layers_name))
         self.tied = self._tied_names(model)
         self.styles = self._styles(model)
@@ -118,7 +129,7 @@ class ModelDescription:
             n_kv_heads=getattr(c, "num_key_value_heads", None) or heads,
             vocab_size=c.vocab_size,
             hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
+            intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
         )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -151,14 +162,19 @@ class ModelDescription:
         """Module name to the way its matrix is cut; modules that are not named are replicated."""
         rules = {f"{self.base_name}.{k}": v for k, v in (self.config.base_model_tp_plan or {}).items()}
         embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
+        try:
+            layers.VocabRowParallelEmbedding.validate_embedding(model.get_input_embeddings())
+        except NotImplementedError as error:
+            raise ValueError(f"{embedding} cannot be cut over tensor ranks: {error}") from None
         styles = {embedding: VOCABULARY, self.head_name: VOCABULARY}
         for name, module in model.named_modules():
             for pattern, style in rules.items():
                 if name not in styles and fnmatch.fnmatchcase(name, pattern):
-                    if style not in (COLUMN, ROW) or not isinstance(module, nn.Linear):
+                    cut = style in (COLUMN, ROW) and type(module).forward is nn.Linear.forward
+                    if not cut and style != SUMMED:
                         raise ValueError(
-                            f"{name} is cut by the rule {style!r}, which is not supported: "
-                            f"supported are {COLUMN} and {ROW} linear layers"
+                            f"{name}, a {type(module).__name__}, is cut by the rule {style!r}, which is not "
+                            f"supported: supported are {COLUMN} and {ROW} linear layers, and {SUMMED}"
                         )
                     styles[name] = style
         return styles
@@ -170,7 +186,7 @@ class ModelDescription:
         for name, parameter in model.named_parameters():
             module, _, leaf = name.rpartition(".")
             style = self.styles.get(module)
-            shard_dim = {COLUMN: 0, VOCABULARY: 0, ROW: 1, None: None}[style]
+            shard_dim = {COLUMN: 0, VOCABULARY: 0, ROW: 1}.get(style or "")
             if style == ROW and leaf == "bias":
                 shard_dim = None
             layer = int(name[len(prefix) :].split(".")[0]) if name.startswith(prefix) else None
@@ -274,7 +290,7 @@ class ModelDescription:
         model = copy.deepcopy(self.skeleton, {id(m): PassThrough() for m in foreign})
         if layout.tensor > 1:
             self._shard(model, layout, groups, at.tensor)
-        return Stage(model, self.base_name, self.head_name, first, last)
+        return Stage(model, self.base_name, first, last)
 
     def _shard(self, model: nn.Module, layout: Layout, groups: LayoutGroups, tensor_rank: int) -> None:
         by_name = {t.name: t for t in self.tensors}
@@ -283,6 +299,10 @@ class ModelDescription:
         for name, style in self.styles.items():
             module: Any = present.get(name)
             if module is None or isinstance(module, PassThrough):
+                continue
+            parent, _, leaf = name.rpartition(".")
+            if style == SUMMED:
+                setattr(model.get_submodule(parent), leaf, layers.SummedGradient(module, groups.tensor))
                 continue
             tensor = by_name[self.tied.get(f"{name}.weight", f"{name}.weight")]
             bounds = [tensor.shard_bounds(layout.tensor, r) for r in range(layout.tensor)]
@@ -304,7 +324,6 @@ class ModelDescription:
                 cut = layers.ColumnParallelLinear(module, groups.tensor, widths)
             else:
                 cut = layers.RowParallelLinear(module, groups.tensor, widths)
-            parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, cut)
         if embedding is not None:
             object.__delattr__(embedding, "weight_before_cut")

@@ -15,7 +15,7 @@ from . import tiny
 from .tiny import LAYOUTS, TIED, UNTIED, Tiny
 
 CLIP = 0.25
-"""Far below the norm of every batch here."""
+"""Relative to the norm of a batch's gradient."""
 
 
 class Found(NamedTuple):
@@ -35,13 +35,14 @@ class Found(NamedTuple):
 def golden(model: Tiny, kind: str, zero_stage: int, dtype: torch.dtype, layouts: list[Layout]) -> list[Found]:
     """One step with accumulation 1 and one with 4, both from the initial weights."""
     expected = tiny.reference(model, kind)
+    clip = CLIP * expected.norm
     batch = tiny.make_batch(kind, vocab_size=model.vocab_size)
     found = []
     for layout in layouts:
         configurations = [tiny.accumulating(layout, accumulation) for accumulation in (1, 4)]
         whole = model.build()
         sgd = torch.optim.SGD(whole.parameters(), lr=0.0)
-        settings = {"zero_stage": zero_stage, "dtype": dtype, "gradient_clip_norm": CLIP}
+        settings = {"zero_stage": zero_stage, "dtype": dtype, "gradient_clip_norm": clip}
         first = configurations[0]
         with tiny.running(
             layout, model=whole, optimizer=sgd, micro_batch_size=first.micro_batch_size, **settings
@@ -62,7 +63,7 @@ def golden(model: Tiny, kind: str, zero_stage: int, dtype: torch.dtype, layouts:
                         abs(loss / expected.loss - 1),
                         *tiny.worst(gradients, expected.gradients),
                         abs(outcome.gradient_norm / expected.norm - 1),
-                        abs(outcome.clip_coefficient * expected.norm / CLIP - 1),
+                        abs(outcome.clip_coefficient / CLIP - 1),
                         outcome.clip_coefficient,
                         max((before[n] - step * gradients[n] - after[n]).abs().max().item() for n in before),
                     )
@@ -76,7 +77,7 @@ def check(by_rank: list[list[Found]], tolerance: float) -> None:
             assert found.loss_error < tolerance, found
             assert found.gradient_error < tolerance, found
             assert found.norm_error < tolerance, found
-            assert found.clip_error < tolerance, found
+            assert found.clip_error < 2 * tolerance, found  # the norm counts with torch's 1e-6 on top
             assert found.update_error < 1e-6, found
         assert len({found.clip_coefficient for found in steps}) == 1, steps
 
@@ -97,6 +98,27 @@ def test_grouped_query_attention_and_attention_masks(world: World, kind: str) ->
     model = Tiny(vocab_size=96, n_kv_heads=2)
     layouts = [layout for layout in LAYOUTS[4] if layout.tensor <= 2]
     check(world.run(golden, model, kind, 1, torch.float32, layouts), tolerance=1e-5)
+
+
+HEADS, WINDOW = ("head_dim", 8), ("sliding_window", 6)
+FAMILIES = [
+    Tiny(family="qwen2"),  # biases
+    Tiny(family="qwen3", options=(HEADS,)),  # norms of queries and keys
+    Tiny(family="qwen3", options=(HEADS,), tied=True),
+    Tiny(family="mistral", options=(HEADS, WINDOW)),
+    Tiny(family="gemma3_text", options=(HEADS, WINDOW), tied=True),  # scaled embeddings
+    Tiny(family="cohere", tied=True),  # scaled logits
+    Tiny(family="granite", options=(("logits_scaling", 8.0), ("residual_multiplier", 0.22))),
+    Tiny(family="phi"),
+    Tiny(family="gpt_neox"),
+    Tiny(family="starcoder2", options=(("residual_dropout", 0.0), ("embedding_dropout", 0.0))),
+]
+
+
+@pytest.mark.parametrize("model", FAMILIES, ids=lambda m: m.family)
+def test_families(world: World, model: Tiny) -> None:
+    layouts = [Layout(data=2, tensor=2), Layout(tensor=2, pipeline=2), Layout(pipeline=4)]
+    check(world.run(golden, model, "padded", 1, torch.float32, layouts), tolerance=1e-5)
 
 
 def test_bf16_gradients_are_accumulated_in_fp32(world: World) -> None:

@@ -50,11 +50,14 @@ CASES = [
     ("plain", TIED, {"zero_stage": 0}),
     ("plain", UNTIED, {"zero_stage": 1}),
     ("uneven", TIED, {"zero_stage": 1, "gradient_clip_norm": 0.1}),
+    ("uneven", Tiny(family="qwen3", options=(("head_dim", 8),)), {"zero_stage": 1}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "settings"), CASES, ids=["equal-tied", "equal-untied", "unequal-tied"]
+    ("kind", "model", "settings"),
+    CASES,
+    ids=["equal-tied", "equal-untied", "unequal-tied", "summed-gradients"],
 )
 def test_norms_are_those_of_the_definition_under_every_layout(
     world: World, kind: str, model: Tiny, settings: dict[str, Any]

@@ -60,7 +60,14 @@ def distance(one: list[float], other: list[float]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "zero_stage"), [("adamw", TIED, 1), ("sgd", UNTIED, 0), ("lion", UNTIED, 1)]
+    ("kind", "model", "zero_stage"),
+    [
+        ("adamw", TIED, 1),
+        ("sgd", UNTIED, 0),
+        ("lion", UNTIED, 1),
+        ("adamw", Tiny(family="qwen3", options=(("head_dim", 8),)), 1),
+    ],
+    ids=["adamw", "sgd", "lion", "qwen3"],
 )
 def test_the_loss_curve_is_that_of_the_run_that_never_switches(
     world: World, kind: str, model: Tiny, zero_stage: int
