@@ -16,7 +16,7 @@ from typing import Any
 from copus_lightning.core.controller import Controller
 from copus_lightning.core.layout import Configuration
 from copus_lightning.core.records import RunRecorder
-from copus_lightning.engine.switching import OVERLAPPED
+from copus_lightning.engine.switching import OVERLAPPED, SwitchReport
 from copus_lightning.strategies.session import Session
 
 Row = dict[str, Any]
@@ -56,6 +56,7 @@ class Conductor:
         self._unfinished: dict[str, Any] | None = None
         session.live.measure_next = True
         session.book = self.book
+        session.switch_for_script = self.perform
         session.learning_rate_factor = controller.learning_rate_factor
         if session.configuration is not None and recorder is not None:
             recorder.event("start", **session.configuration.to_dict(), step=controller.step)
@@ -176,7 +177,18 @@ class Conductor:
         self._switch_at = self.controller.step + wait
 
     def switch(self, target: Configuration) -> None:
-        """Switches and books what it cost; a switch that failed leaves the run where it was."""
+        """Switches; a switch that fails leaves the run where it was."""
+        from copus_lightning.engine.engine import SwitchFailed
+
+        with contextlib.suppress(SwitchFailed):
+            self.perform(target)
+
+    def perform(self, target: Configuration) -> SwitchReport:
+        """Switches, books what it cost and records it.
+
+        Raises:
+            SwitchFailed: It failed; that is booked and recorded, too.
+        """
         from copus_lightning.engine.engine import SwitchFailed
 
         before = self.session.live.configuration
@@ -188,9 +200,10 @@ class Conductor:
             self.controller.failed(target, failure.reason, seconds)
             self._booked += seconds
             self._event("switch_failed", **_from_to(before, target), reason=failure.reason)
-            return
+            raise
         seconds = time.perf_counter() - started
         self.controller.applied(target, seconds)
+        self.session.learning_rate_factor = self.controller.learning_rate_factor
         self._booked += seconds
         self._since_measured, self._probe_costs = 0, []
         if report.layout_changed:
@@ -212,6 +225,7 @@ class Conductor:
             self._unfinished = event  # until the first step's time is known
         elif self.recorder is not None:
             self.recorder.event("switch", **event)
+        return report
 
     def _finish_switch_event(self, first_step_seconds: float | None) -> None:
         event, self._unfinished = self._unfinished, None

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from pathlib import Path
 from typing import Any
 
 from copus_lightning.config import Config, ConfigError
 from copus_lightning.core.layout import Configuration
-from copus_lightning.engine.checkpoint_format import Manifest, newest, read_complete, resolve, saving
+from copus_lightning.engine.checkpoint_format import (
+    Manifest,
+    newest,
+    read_complete,
+    remove,
+    remove_leftovers,
+    resolve,
+)
 
 KEPT = 2
 """Should the last one turn out to be damaged, there is the one before."""
@@ -114,13 +120,12 @@ class Keeper:
         """
         if not self.is_first_rank:
             return
-        for path in self.directory.glob(".step-*.saving"):
-            if path != saving(last):
-                shutil.rmtree(path, ignore_errors=True)
+        remove_leftovers(self.directory, but=last)
         saved_at = {}
         for path in self.directory.glob("step-*"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, OSError):
                 saved_at[path] = Manifest.read(path).saved_at
+        kept = KEPT - (saved_at.pop(last, None) is not None)
         # By age: a run that was taken back to an earlier checkpoint still has later steps of another course.
-        for path in sorted(saved_at, key=saved_at.__getitem__)[:-KEPT]:
-            shutil.rmtree(path, ignore_errors=True)
+        for path in sorted(saved_at, key=saved_at.__getitem__)[:-kept]:
+            remove(path)

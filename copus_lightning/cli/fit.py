@@ -73,6 +73,9 @@ def prepare(arguments: Namespace) -> Ready:
         if profile is not None or config.copus.policy != "copus":
             start(config, place, profile, resume)
         claim(Path(config.run.run_dir))
+        resume = find_resume(config)  # the run that has just left the directory may have saved once more
+        if resume is not None:
+            check_model(resume, fingerprint)
     return Ready(config, place, datasets, profile, resume)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import IO
 
@@ -46,9 +48,10 @@ def claim(run_dir: Path) -> None:
             ) from None
         except OSError:
             pass
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    with contextlib.suppress(OSError):
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
     _claims.append(file)
 
 

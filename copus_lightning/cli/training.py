@@ -199,15 +199,21 @@ class Training:
 
     def _load(self, path: Path) -> None:
         """Goes on from a checkpoint; one that `auto` has found may turn out to be damaged, then from the one before."""
+        from copus_lightning.engine.checkpoint import CheckpointFailed
+
         older: list[Path] = []
         if self.config.run.resume == "auto":
             older = self.fabric.broadcast([p for p in complete_ones(path.parent) if p != path])
-        first_refusal: ValueError | KeyError | None = None
+        first_refusal: Exception | None = None
         for candidate in (path, *older):
             try:
                 self._load_one(candidate)
                 return
-            except (ValueError, KeyError) as error:  # the same on all ranks, and nothing was changed
+            except (
+                ValueError,
+                KeyError,
+                CheckpointFailed,
+            ) as error:  # the same on all ranks, and nothing was changed
                 reason = " ".join(str(error.args[0]).split())
                 self._event("checkpoint_refused", path=str(candidate), reason=reason)
                 self.view.note(self.copus.last_row, reason)

@@ -13,10 +13,12 @@ loses none; a line that a crash of the machine cut short is dropped when the run
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -173,8 +175,21 @@ def read_summary(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _append(path: Path, text: str) -> None:
     # One write of whole lines, so that a reader or a kill finds no half of one.
-    with path.open("ab", buffering=0) as file:
-        file.write(text.encode("utf-8"))
+    data = text.encode("utf-8")
+    try:
+        with path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                complete = file.write(data) == len(data)
+            except OSError:
+                file.truncate(end)
+                raise
+            if not complete:
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        # A run is worth more than its records.
+        warnings.warn(f"{path} lacks lines that could not be written ({error.strerror})", stacklevel=3)
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -13,12 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from copus_lightning.engine.failures import Failure, RankLost
+from copus_lightning.engine.failures import CONNECTION, Failure, RankLost
 
 ROLL_CALL_SECONDS = 5.0
 
@@ -32,6 +33,10 @@ class Agreement:
 
     Args:
         timeout_seconds: Longest wait for another rank.
+
+    Attributes:
+        progress: Optimizer steps made, which need no agreement: a failure that is announced in the next one does not
+            reach a rank before it is there.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -45,14 +50,17 @@ class Agreement:
         store = dist.distributed_c10d._get_default_store()
         store = getattr(store, "clone", lambda: store)()
         self._store = dist.PrefixStore(f"copus-{number}", store)
-        self._calls = 0
+        self._calls = self.progress = 0
         self._lock = threading.Lock()
         self._handled = 0
 
     def announce(self) -> None:
         """Tells the others, who may wait for this rank elsewhere, that it failed and comes to the next agreement."""
         with contextlib.suppress(Exception):
-            self._store.add(f"failed/{self._calls + 1}", 1)
+            self._store.add(self._failed_key(self._calls + 1), 1)
+
+    def _failed_key(self, number: int) -> str:
+        return f"failed/{number}/{self.progress}"
 
     def if_announced(self, then: Callable[[], None]) -> None:
         """Calls ``then``, once, if a rank has announced a failure and this one is not on its way to the agreement.
@@ -60,7 +68,7 @@ class Agreement:
         May be called from another thread; this rank does not come to the agreement before ``then`` returns.
         """
         number = self._calls + 1
-        if number == self._handled or not self._store.check([f"failed/{number}"]):
+        if number == self._handled or not self._store.check([self._failed_key(number)]):
             return
         with self._lock:
             if self._calls + 1 == number:
@@ -87,7 +95,6 @@ class Agreement:
         except Exception as error:
             error.__traceback__ = None
             self._roll_call(phase, failure)
-            return [failure] if failure is not None else []
         return [f for f in everyone if f is not None]
 
     def largest(self, number: int) -> int:
@@ -118,7 +125,7 @@ class Agreement:
         with contextlib.suppress(Exception):
             self._store.add(f"{key}/off", 1)
 
-    def _roll_call(self, phase: str, failure: Failure | None) -> None:
+    def _roll_call(self, phase: str, failure: Failure | None) -> NoReturn:
         """Finds out who does not answer, and says so on every rank that does."""
         self.close()  # wakes those who still wait for this rank in it
         wait = min(ROLL_CALL_SECONDS, self.timeout_seconds / 3)
@@ -135,9 +142,12 @@ class Agreement:
             missing = [0]
         names = ", ".join(str(r) for r in missing) if missing else "some rank"
         plural = "s" if len(missing) > 1 else ""
+        own = ""
+        if failure is not None and failure.kind != CONNECTION:
+            own = f"; before that rank {self.rank} itself failed: {failure.reason}"
         raise RankLost(
             f"rank{plural} {names} stopped answering in phase '{phase}' (noticed by rank {self.rank}): the run "
-            "cannot go on; start it again from its last checkpoint (copus fit: run.resume=auto)"
+            "cannot go on; start it again from its last checkpoint (copus fit: run.resume=auto)" + own
         )
 
     def _missing(self, call: str, seconds: float) -> list[int]:

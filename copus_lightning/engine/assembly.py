@@ -204,8 +204,8 @@ class Assembler:
         live = Live(prepared.groups, engine, optimizer, self.state_map, tied, self.rank)
         live.loss_scale = live.loss_scale.to(self.device)
         live.norms.to(self.device)
-        live.storages(self.handle.all_keys(with_state))
         prepared.live = live
+        live.storages(self.handle.all_keys(with_state))
 
     def materialise(self, prepared: Prepared, with_state: bool = False) -> Live:
         """Enters a prepared layout, with memory of undefined contents. No collective call."""

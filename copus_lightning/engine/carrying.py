@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from copus_lightning.core.layout import Layout
 from copus_lightning.engine.exchange import ExchangePlan
+from copus_lightning.engine.failures import forget_tracebacks
 from copus_lightning.engine.groups import LayoutGroups
 from copus_lightning.engine.transfer import Exchange, Storages
 
@@ -50,6 +51,15 @@ def hold(assembler: Assembler, live: Live, scalars: dict[int, dict[str, Any]], o
     if on_host and assembler.device.type != "cpu":
         storages = Storages([{k: _to_host(v) for k, v in piece.items()} for piece in storages.by_piece])
     return Held(live.layout, storages, scalars)
+
+
+def hold_after_failure(assembler: Assembler, live: Live, scalars: dict[int, dict[str, Any]]) -> Held:
+    """As :func:`hold`, off the device so that it can be built anew; where host memory is short, on the device."""
+    try:
+        return hold(assembler, live, scalars, on_host=True)
+    except Exception as error:
+        forget_tracebacks(error)
+    return hold(assembler, live, scalars, on_host=False)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

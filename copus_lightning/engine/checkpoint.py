@@ -82,7 +82,9 @@ class Checkpointer:
         self.wait()
         self._between_steps("saved")
         engine = self.engine
-        target, everyone, scalars = self._agreed("save: gather", lambda: self._gathered(path, optimizer))
+        target, everyone, scalars = self._agreed(
+            "save: gather", lambda: self._gathered(path, optimizer), communicates=True
+        )
 
         def stage() -> Writing:
             engine.fault("save: stage")
@@ -95,7 +97,9 @@ class Checkpointer:
                     content["optimizer"] = {"scalars": scalars, "hyperparameters": self._hyperparameters()}
                 writing.state = io.BytesIO()
                 torch.save(content, writing.state)
-                writing.manifest = describe_run(engine, scalars if optimizer else None, labels or {})
+                writing.manifest = describe_run(
+                    engine, scalars if optimizer else None, labels or {}, files.last_saved_at(target.parent)
+                )
             return writing
 
         try:
@@ -143,7 +147,7 @@ class Checkpointer:
     ) -> tuple[Path, list[Any] | None, dict[int, dict[str, Any]]]:
         """Where to write, on rank 0 the random generators of all ranks, and the optimizer's step counts."""
         engine = self.engine
-        target = Path(self._from_first(str(files.absolute(path))))
+        target = self._from_first(lambda: files.absolute(path))
         everyone: list[Any] | None = [None] * engine.world_size if engine.rank == 0 else None
         dist.gather_object(generators.capture(engine.device), everyone, dst=0, group=self._group)
         return target, everyone, engine.assembler.gather_scalars(self._live) if optimizer else {}
@@ -199,19 +203,27 @@ class Checkpointer:
         """
         self.wait()
         self._between_steps("loaded")
-        path = self._agreed("load: path", lambda: self._from_first(os.path.abspath(path)))
+        found = self._agreed(
+            "load: path", lambda: self._from_first(lambda: Path(os.path.abspath(path))), communicates=True
+        )
 
-        def checked() -> tuple[Path, Manifest, dict[str, Any]]:
-            self.engine.fault("load: check")
-            folder = files.resolve(path)
+        def whole() -> tuple[Path, Manifest]:
+            folder = files.resolve(found)
             manifest = Manifest.read(folder)
             files.check_files(folder, manifest, self.engine.rank, self.engine.world_size)
+            return folder, manifest
+
+        # Nothing is parsed before all ranks have found their share of the files whole.
+        folder, manifest = self._agreed("load: files", whole)
+
+        def fitting() -> dict[str, Any]:
+            self.engine.fault("load: check")
             check_fits(self.engine, folder, manifest, optimizer)
             content = read_state(folder, weights_only)
             check(manifest, content["state"])
-            return folder, manifest, content
+            return content
 
-        folder, manifest, content = self._agreed("load: check", checked)
+        content = self._agreed("load: check", fitting)
         with_state = optimizer and manifest.optimizer is not None and manifest.optimizer["stepped"]
         staged = self._agreed("load: read", lambda: self._read(folder, with_state))
         live = self._live
@@ -290,13 +302,21 @@ class Checkpointer:
         if group is not None:
             dist.destroy_process_group(group)
 
-    def _from_first(self, value: T) -> T:
-        box = [value]
+    def _from_first(self, value: Callable[[], T]) -> T:
+        """Rank 0's value; other ranks need not have any."""
+        box = [value() if self.engine.rank == 0 else None]
         dist.broadcast_object_list(box, 0, group=self._group)
-        return box[0]
+        return box[0]  # type: ignore[return-value]
 
-    def _agreed(self, phase: str, work: Callable[[], T]) -> T:
-        """Does a rank's part; if that failed on any rank, all raise the same error."""
+    def _agreed(self, phase: str, work: Callable[[], T], communicates: bool = False) -> T:
+        """Does a rank's part; if that failed on any rank, all raise the same error.
+
+        Args:
+            phase: Its name.
+            work: The part.
+            communicates: It takes all ranks, over the group of this checkpointer: whoever fails ends the group, so
+                that nobody waits for it there.
+        """
         result: T | None = None
         failure = None
         try:
@@ -307,8 +327,12 @@ class Checkpointer:
             failure = Failure(self.engine.rank, _NO_SUCH_ENTRY, str(error.args[0]))
         except Exception as error:
             failure = describe(error, self.engine.rank)
+        if failure is not None and communicates:
+            self._end_group()
         failures = self.engine.agreement.agree(phase, failure)
         if failures:
+            if communicates:
+                self._end_group()
             first = causes(failures)[0]
             if first.kind == _REFUSED:
                 raise ValueError(first.reason)

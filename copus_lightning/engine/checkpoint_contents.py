@@ -27,10 +27,14 @@ Scalars = dict[int, dict[str, Any]]
 """Step counts and the like, by index of the optimizer's param group."""
 
 
-def describe_run(engine: Engine, scalars: Scalars | None, labels: Mapping[str, Any]) -> Manifest:
+def describe_run(
+    engine: Engine, scalars: Scalars | None, labels: Mapping[str, Any], earlier: float | None = None
+) -> Manifest:
     """The manifest, still without files.
 
     Args:
+        earlier: When the newest checkpoint in the folder was saved, after which this one counts as saved whatever the
+            clock of this machine says.
         scalars: Empty before the first optimizer step; None if the weights are saved alone.
         labels: The caller's own.
     """
@@ -49,7 +53,7 @@ def describe_run(engine: Engine, scalars: Scalars | None, labels: Mapping[str, A
         ]
         optimizer = {"class": type(handle.optimizer).__name__, "stepped": bool(scalars), "groups": groups}
     return Manifest(
-        saved_at=time.time(),
+        saved_at=time.time() if earlier is None else max(time.time(), earlier + 1e-3),
         versions=_versions(),
         model={
             "class": type(description.skeleton).__name__,

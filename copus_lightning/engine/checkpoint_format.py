@@ -13,6 +13,7 @@ replaces is renamed to `.NAME.previous` before and removed after, and is read as
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -205,6 +206,33 @@ def complete(path: Path, between: Callable[[], None] = lambda: None) -> None:
     shutil.rmtree(previous(path), ignore_errors=True)
 
 
+def removing(path: Path) -> Path:
+    """Where one that is no longer wanted stands while it is removed, so that no half of it has its name."""
+    return path.parent / f".{path.name}.removing"
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint, if it can be. One process."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(removing(path), ignore_errors=True)
+        path.rename(removing(path))
+        shutil.rmtree(removing(path), ignore_errors=True)
+
+
+def remove_leftovers(folder: Path, but: Path) -> None:
+    """Removes what saves and removals that were interrupted have left. One process.
+
+    Args:
+        folder: Of the checkpoints.
+        but: The one that may be being written.
+    """
+    for path in [*folder.glob(".*.saving"), *folder.glob(".*.removing"), *folder.glob(".*.previous")]:
+        name = path.name[1:].rpartition(".")[0]
+        replaced = path.name.endswith(".previous")
+        if name != but.name and (not replaced or (folder / name / MANIFEST).is_file()):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def abandon(path: Path) -> None:
     """Removes what a failed save has written. One process."""
     shutil.rmtree(saving(path), ignore_errors=True)
@@ -249,7 +277,7 @@ def complete_ones(directory: str | os.PathLike[str]) -> list[Path]:
 
     What a save that was interrupted has left is passed over. Sizes are compared; checksums are when one is loaded.
     """
-    found: list[tuple[float, Path]] = []
+    found: dict[Path, float] = {}
     folder = Path(directory)
     for child in sorted(folder.iterdir()) if folder.is_dir() else []:
         path = child
@@ -261,8 +289,17 @@ def complete_ones(directory: str | os.PathLike[str]) -> list[Path]:
             manifest = read_complete(path)
         except (ValueError, OSError):
             continue
-        found.append((manifest.saved_at, path))
-    return [path for _, path in sorted(found, reverse=True)]
+        found[path] = manifest.saved_at
+    return sorted(found, key=lambda path: (found[path], path), reverse=True)
+
+
+def last_saved_at(folder: Path) -> float | None:
+    """When the newest checkpoint in a folder was saved, complete or not; None if there is none."""
+    times = []
+    for manifest in folder.glob(f"*/{MANIFEST}"):
+        with contextlib.suppress(ValueError, OSError):
+            times.append(Manifest.read(manifest.parent).saved_at)
+    return max(times, default=None)
 
 
 def read_complete(path: Path) -> Manifest:

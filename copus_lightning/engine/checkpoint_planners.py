@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -133,4 +134,7 @@ def read_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
 def _read(folder: Path, planner: DefaultLoadPlanner, state: dict[str, torch.Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=True)
+        try:
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:  # not an Exception: it would pass by whoever handles those
+            raise next(iter(error.failures.values()))[0] from None

@@ -75,6 +75,7 @@ class Writing:
 
     def _run(self, log: bool = False) -> None:
         alone = False
+        interrupt: BaseException | None = None  # of the user's, in the foreground
         try:
             if self.device.type == "cuda":  # a thread of its own would look at the first one
                 torch.cuda.set_device(self.device)
@@ -82,14 +83,18 @@ class Writing:
         except CheckpointException as error:  # the same on all ranks, with what each of them met
             rank, (cause, _) = next(iter(error.failures.items()))
             self.failure = describe(cause, rank)
+            interrupt = _interrupt(cause)
         except _Failed as error:
             self.failure = error.failure
         except BaseException as error:
             self.failure = describe(error, self.rank)
             alone = True
+            interrupt = _interrupt(error)
         self.chunks, self.state = [], None
         if alone:
             self._end_group()
+        if interrupt is not None and self._thread is None:
+            raise interrupt
         if log and self.failure is not None:  # it may be long until somebody asks, or for ever
             logging.getLogger(__name__).error("checkpoint %s: %s", self.path, self.failure.reason)
 
@@ -144,6 +149,10 @@ class Writing:
         if failed:
             raise _Failed(failed[0])
         return [result for result, _ in everyone]
+
+
+def _interrupt(error: BaseException) -> BaseException | None:
+    return None if isinstance(error, Exception) else error
 
 
 class _Failed(Exception):

@@ -23,9 +23,16 @@ from copus_lightning.core.layout import Configuration, Coordinates, Layout
 from copus_lightning.core.noise import StepNorms
 from copus_lightning.engine.agreement import Agreement
 from copus_lightning.engine.backend import load_deepspeed
-from copus_lightning.engine.failures import OutOfMemory, RankLost, StepFailed, SwitchFailed, describe
+from copus_lightning.engine.failures import (
+    OutOfMemory,
+    RankLost,
+    StepFailed,
+    SwitchFailed,
+    describe,
+    log_traceback,
+)
 from copus_lightning.engine.groups import GroupCache
-from copus_lightning.engine.memory import switch_peak_bytes
+from copus_lightning.engine.memory import switch_peak_bytes, way_back_bytes
 from copus_lightning.engine.recovery import Recovery
 from copus_lightning.engine.settings import EngineSettings
 from copus_lightning.engine.switching import Laps, Preparation, Switch, SwitchReport
@@ -199,6 +206,7 @@ class Engine:
                 self._stepped = self._attempt(batch, measured)
                 return self._stepped.sums[0].float()
             except Exception as error:
+                log_traceback(error, self.rank)
                 failure = describe(error, self.rank)
             reason = self.recovery.undo_step(failure)
             if not self.automatic_micro_batch:
@@ -303,6 +311,7 @@ class Engine:
         else:
             norms = None
             self._alive.optimizer.zero_grad()
+        self.agreement.progress += 1
         return StepOutcome(
             applied=applied,
             gradient_norm=norm,
@@ -434,9 +443,11 @@ class Engine:
         unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         before, after = (self.assembler.sizes(layout, self._has_state) for layout in (self.layout, target))
         needed = switch_peak_bytes(before, after, self.one_by_one) + self.settings.buffer_bytes
-        if self.settings.dtype == torch.float32:
+        masters_are_weights = self.settings.dtype == torch.float32
+        if masters_are_weights:
             # Masters are views of the weights here, which stay as a whole until the masters have travelled.
             needed += max(0, before.weights // 2 - after.state)
+        needed = max(needed, way_back_bytes(before, masters_are_weights))
         return free + unused + before.nbytes > needed
 
     # -- state -------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,9 @@ _CONNECTION_WORDS = (
 )
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class Failure:
     """One rank's part in a failure.
@@ -41,6 +46,13 @@ def describe(error: BaseException, rank: int) -> Failure:
     """One line and the kind of an error, whose tracebacks are forgotten."""
     forget_tracebacks(error)
     return classify(error, rank)
+
+
+def log_traceback(error: BaseException, rank: int) -> None:
+    """Logs where an error comes from, unless all is said with memory or a connection: it is about to be forgotten."""
+    if classify(error, rank).kind == OTHER:
+        # As text: a log record that is kept would hold on to what the frames hold.
+        _log.error("rank %d failed:\n%s", rank, "".join(traceback.format_exception(error)).rstrip())
 
 
 def forget_tracebacks(error: BaseException) -> None:

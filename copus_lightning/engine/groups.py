@@ -9,6 +9,7 @@ process, while a layout's groups can be torn down at any moment to free ranks th
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -43,6 +44,11 @@ def axis_groups(layout: Layout, axis: str) -> list[tuple[int, ...]]:
             line = layout.axis_ranks("pipeline", rank)
             groups.add((line[0], line[-1]) if rank in (line[0], line[-1]) and len(line) > 1 else (rank,))
     return sorted(groups)
+
+
+def _abort(group: ProcessGroup) -> None:
+    with contextlib.suppress(Exception):
+        group.abort()
 
 
 @dataclass(frozen=True)
@@ -104,10 +110,13 @@ class GroupCache:
 
     def abort(self) -> None:
         """Ends what waits in these groups with an error, where the backend can (NCCL). May be called from a thread."""
-        for group in list(self._groups.values()):
-            if isinstance(group, ProcessGroup):  # this rank is in it
-                with contextlib.suppress(Exception):
-                    group.abort()
+        # Together: the abort of one communicator of NCCL may wait for a kernel that hangs in another.
+        mine = [group for group in list(self._groups.values()) if isinstance(group, ProcessGroup)]
+        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in mine]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def close(self) -> None:
         """Ends every group that was made here.

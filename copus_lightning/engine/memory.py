@@ -49,6 +49,16 @@ def switch_peak_bytes(before: Sizes, after: Sizes, one_by_one: bool) -> int:
     return after.weights + max(n_keys * before.state + after.state, before.state + n_keys * after.state)
 
 
+def way_back_bytes(before: Sizes, masters_are_weights: bool) -> int:
+    """Most that a rank has at a time when a switch fails and the old layout is built again beside its held pieces.
+
+    Args:
+        before: Under the old layout.
+        masters_are_weights: In fp32 held masters keep the old weights as a whole; weights and gradients are as large.
+    """
+    return before.nbytes + before.state + (before.weights // 2 if masters_are_weights else 0)
+
+
 def resident_bytes() -> int:
     """Resident memory now."""
     return psutil.Process().memory_info().rss

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from copus_lightning.engine.carrying import hold, restore
+from copus_lightning.engine.carrying import hold_after_failure, restore
 from copus_lightning.engine.failures import MEMORY, Failure, StepFailed, causes, describe
 from copus_lightning.engine.watch import Watch
 
@@ -55,7 +55,7 @@ class Recovery:
         if self._aborted:
             raise RuntimeError("connection closed: another rank failed")
 
-    def agreed(self) -> None:
+    def reset(self) -> None:
         """To be called once all ranks have agreed on a failure, before a layout is built again. Collective."""
         self._aborted = False
         # Groups are named after how many a rank has made, and one may have failed to make some.
@@ -100,14 +100,14 @@ class Recovery:
         live = engine.live
         assert live is not None
         self.announce()
-        held = hold(engine.assembler, live, live.optimizer.scalars(), on_host=True)
+        held = hold_after_failure(engine.assembler, live, live.optimizer.scalars())
         del live
         engine.take_down()
         failures = engine.agreement.agree("step", failure)
         first = causes(failures)[0]
         if first.kind != MEMORY:
             raise StepFailed(f"rank {first.rank} failed in the step: {first.reason}")
-        self.agreed()
+        self.reset()
         self.take_up(lambda: restore(engine.assembler, engine.groups.get(engine.layout), held))
         return f"rank {first.rank} ran out of memory in {engine.configuration}: {first.reason}"
 

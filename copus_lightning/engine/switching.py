@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from copus_lightning.core.layout import Configuration, Layout
-from copus_lightning.engine.carrying import Carrier, Held, hold, restore
+from copus_lightning.engine.carrying import Carrier, Held, hold, hold_after_failure, restore
 from copus_lightning.engine.exchange import ExchangePlan
-from copus_lightning.engine.failures import MEMORY, Failure, SwitchFailed, causes, describe
+from copus_lightning.engine.failures import MEMORY, Failure, SwitchFailed, causes, describe, log_traceback
 from copus_lightning.engine.memory import PeakMemory, trim
 
 if TYPE_CHECKING:
@@ -190,6 +190,8 @@ class Preparation:
         except BaseException as error:  # whatever ends the thread is agreed on by all ranks
             self.failure = describe(error, engine.rank)
             engine.agreement.warn(self._key)
+            if self._thread is None and not isinstance(error, Exception):
+                raise  # the user's interrupt
 
 
 class _Failed(Exception):
@@ -243,6 +245,7 @@ class Switch:
             result = work()
             engine.recovery.finish_device_work()
         except Exception as error:
+            log_traceback(error, engine.rank)
             failure = describe(error, engine.rank)
             if name != "drain":
                 engine.recovery.announce()
@@ -257,7 +260,7 @@ class Switch:
         """Closes this rank's connections, so that nobody waits for it in a collective of a layout."""
         engine = self.engine
         if self._held is None and engine.live is not None:
-            self._held = hold(engine.assembler, engine.live, engine.live.optimizer.scalars(), on_host=True)
+            self._held = hold_after_failure(engine.assembler, engine.live, engine.live.optimizer.scalars())
         engine.groups.abort()  # NCCL may wait for all ranks to end a group that was not aborted
         if self._carrier is not None:
             self._carrier.let_go()
@@ -322,7 +325,7 @@ class Switch:
         first = causes(failed.failures)[0]
         reason = f"rank {first.rank} failed in phase '{failed.phase}' of the switch to {self.target}: {first.reason}"
         self.preparation.drop()
-        engine.recovery.agreed()
+        engine.recovery.reset()
         if failed.phase == "drain":  # whose groups some ranks may have made, and others not
             engine.groups.end_all_but([engine.layout])
         else:  # somebody has let go of the groups: all rebuild the old layout

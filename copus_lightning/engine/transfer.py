@@ -81,7 +81,6 @@ class Exchange:
         staged: Some rank's pieces are not on its device, so all travel through the buffers. Alike on all ranks.
 
     Attributes:
-        bytes_sent: Bytes that left this rank.
         bytes_received: Bytes that came from others.
         tamper: Called with a copy of each message before it is sent. For tests.
     """
@@ -101,7 +100,7 @@ class Exchange:
         self.plan, self.source, self.target, self.keys = plan, source, target, keys
         self.group, self.device, self.flat_groups, self.staged = group, device, flat_groups, staged
         self.slot = max(buffer_bytes // (2 * SLOTS * ELEMENT_BYTES), 2) // 2 * 2  # elements, an even number
-        self.bytes_sent = self.bytes_received = 0
+        self.bytes_received = 0
         self.tamper: Callable[[torch.Tensor], None] | None = None
         self._buffer: torch.Tensor | None = None
         self._sent: dict[int, list[torch.Tensor]] = {}
@@ -229,7 +228,6 @@ class Exchange:
         operations = [dist.P2POp(dist.irecv, message, peer, self.group) for message in receives]
         operations += [dist.P2POp(dist.isend, payload, peer, self.group) for payload in payloads]
         works = dist.batch_isend_irecv(operations) if operations else []
-        self.bytes_sent += sum(message.numel() for message in sends) * ELEMENT_BYTES
         self.bytes_received += sum(message.numel() for message in receives) * ELEMENT_BYTES
         return _Flight(peer, list(sends), payloads, list(receives), works, {})
 

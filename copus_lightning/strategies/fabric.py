@@ -117,8 +117,9 @@ class CopusStrategy(Processes, ParallelStrategy):
 
         Raises:
             ValueError: The configuration does not fit the model or the world; nothing was changed.
+            SwitchFailed: Some rank failed; all are in the old configuration, with bit-identical state.
         """
-        return self.session.switch(configuration)
+        return self.session.switch_for_script(configuration)
 
     # -- processes ---------------------------------------------------------------------------------------------
 

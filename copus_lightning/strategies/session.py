@@ -73,6 +73,7 @@ class Session:
         step_seconds: Seconds that the last optimizer step spent in forward, backward and update.
         learning_rate_factor: Multiplies the user's learning rate in the next step.
         on_switched: Called after each switch, once engine and loader have followed.
+        switch_for_script: What a switch that the script asks for goes through; the callback books and records it.
         book: Called with a kind (of :data:`copus_lightning.core.controller.TIME_KINDS`) and seconds of wall time
             that are no part of a step.
         data_state: Where to go on in the data, for a training loader that is still to come.
@@ -89,6 +90,7 @@ class Session:
         self.learning_rate_factor = 1.0
         self.sequence_length: int | None = None
         self.on_switched: Callable[[], None] = lambda: None
+        self.switch_for_script: Callable[[Configuration], SwitchReport] = self.switch
         self.book: Callable[[str, float], None] = lambda kind, seconds: None
         self.data_state: dict[str, Any] | None = None
         self._checkpointer: Checkpointer | None = None

@@ -125,7 +125,7 @@ class CopusTrainerStrategy(TrainerCheckpoints):
 
     def switch(self, configuration: Configuration) -> Any:
         """As :meth:`copus_lightning.CopusStrategy.switch`; not to be called between batch and update."""
-        return self.session.switch(configuration)
+        return self.session.switch_for_script(configuration)
 
     @property
     def learning_rate_of_step(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,7 +68,8 @@ def test_a_second_run_is_refused_before_anything_is_launched(
     Path("run/metrics.csv").write_text("of the other run")
     assert main(["fit", "--config", "tiny.yaml"]) == 2
     message = capsys.readouterr().err
-    expected = f"another run (process {holder.process.pid}) is in run: let it end, or set another run.run_dir"
+    process = f"{holder.process.pid} on {socket.gethostname()}"
+    expected = f"another run (process {process}) is in run: let it end, or set another run.run_dir"
     assert message.count("\n") == 1 and expected in message
     assert Path("run/metrics.csv").read_text() == "of the other run"
 
@@ -77,4 +79,4 @@ def test_a_run_that_was_killed_leaves_its_directory_free(holder: Holder, tmp_pat
     assert holder.worker.is_running()
     claim(tmp_path / "run")
     claim(tmp_path / "run")  # the same run
-    assert (tmp_path / "run/.lock").read_text() == str(os.getpid())
+    assert (tmp_path / "run/.lock").read_text().startswith(f"{os.getpid()} on ")

@@ -17,7 +17,7 @@ from world import World
 
 from copus_lightning.core.layout import Configuration, Layout
 from copus_lightning.engine.engine import Engine, OutOfMemory, StepFailed, SwitchFailed
-from copus_lightning.engine.memory import Sizes, switch_peak_bytes
+from copus_lightning.engine.memory import Sizes, switch_peak_bytes, way_back_bytes
 from copus_lightning.engine.switching import OVERLAPPED, PHASES
 
 from . import tiny
@@ -174,6 +174,9 @@ def test_what_a_switch_needs_of_a_device() -> None:
     assert switch_peak_bytes(before, after, one_by_one=False) == 15 + 30 + 120
     assert switch_peak_bytes(before, after, one_by_one=True) == 15 + 120 + 10
     assert switch_peak_bytes(after, before, one_by_one=True) == 60 + 10 + 120
+    # Back: the new weights and masters beside the three keys that are held; in fp32 the old weights are held, too.
+    assert way_back_bytes(before, masters_are_weights=False) == 60 + 40 + 120
+    assert way_back_bytes(before, masters_are_weights=True) == 60 + 40 + 120 + 30
 
 
 def corrupt_a_piece() -> tuple[str | None, list[str], str | None]:
