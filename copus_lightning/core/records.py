@@ -12,6 +12,7 @@ loses none; a line that a crash of the machine cut short is dropped when the run
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import errno
 import io
@@ -180,13 +181,12 @@ def _append(path: Path, text: str) -> None:
         with path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
-                complete = file.write(data) == len(data)
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError:
-                file.truncate(end)
+                with contextlib.suppress(OSError):
+                    file.truncate(end)
                 raise
-            if not complete:
-                file.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         # A run is worth more than its records.
         warnings.warn(f"{path} lacks lines that could not be written ({error.strerror})", stacklevel=3)

@@ -83,6 +83,20 @@ def test_a_torn_last_line_harms_neither_readers_nor_the_next_row(tmp_path: Path)
     assert [e["step"] for e in read_events(tmp_path)] == [1, 2]
 
 
+def test_a_full_disk_costs_lines_and_not_the_run(tmp_path: Path) -> None:
+    recorder = RunRecorder(tmp_path)
+    recorder.step(row(1))
+    full = tmp_path / "metrics.csv"
+    kept = full.rename(tmp_path / "kept.csv")
+    full.symlink_to("/dev/full")
+    with pytest.warns(UserWarning, match=r"metrics\.csv lacks lines .*No space left on device"):
+        recorder.step(row(2))
+    full.unlink()
+    kept.rename(full)
+    recorder.step(row(3))
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 3]
+
+
 def test_a_directory_torn_before_its_first_row_is_usable(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step,tok")
     RunRecorder(tmp_path).step(row(1))

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -20,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from world import World
 
 from copus_lightning.core.layout import Configuration, Layout
@@ -228,6 +231,10 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda f: os.truncate(f / "__3_0.distcp", 100), "__3_0.distcp has 100 bytes instead of"),
     "flipped": (lambda f: flip(f / "__1_0.distcp"), "__1_0.distcp is damaged, its checksum differs"),
     "flipped state": (lambda f: flip(f / files.STATE), "state.pt is damaged"),
+    "empty state": (  # which cannot be parsed either
+        lambda f: (f / files.STATE).write_bytes(bytes((f / files.STATE).stat().st_size)),
+        "state.pt is damaged",
+    ),
     "foreign file": (lambda f: (f / "notes.txt").write_text(""), "notes.txt is not part of this checkpoint"),
     "no manifest": (lambda f: (f / files.MANIFEST).unlink(), "has no copus.json"),
     "not JSON": (lambda f: (f / files.MANIFEST).write_text("{"), "copus.json cannot be read"),
@@ -284,9 +291,17 @@ def refusals(
             checkpointer.load(good, check=refuse)
         except (KeyError, ValueError) as error:
             found["the caller's check"] = (str(error), tiny.differences(before, tiny.state(engine)))
+        with pytest.MonkeyPatch.context() as patch:
+            if engine.rank == 2:
+                broken = CheckpointException("broken", {0: (OSError("stale file handle"), StackSummary())})
+                patch.setattr(dcp, "load", Mock(side_effect=broken))
+            try:
+                checkpointer.load(good)
+            except CheckpointFailed as error:
+                found["a disk"] = (str(error), tiny.differences(before, tiny.state(engine)))
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            checkpointer.load(good)
+            checkpointer.load(good if engine.rank == 0 else None)  # type: ignore[arg-type]  # rank 0's counts
             checkpointer.load(other)
         warned = [str(w.message) for w in seen if "the model's config" in str(w.message)]
     for name, model, kind in (
@@ -320,6 +335,7 @@ def test_what_is_not_a_whole_checkpoint_of_this_model_is_refused_and_nothing_ove
     by_rank = world.run(refusals, paths, str(good), str(other), timeout=240)
     expected = {name: text for name, (_, text) in SPOILT.items()} | {
         "the caller's check": "of no interest",
+        "a disk": "rank 2 failed in phase 'load: read' of a checkpoint: OSError: stale file handle",
         "other model": "it has a parameter 'lm_head.weight' that this model has not",
         "other heads": "its n_heads is 4, not 8",
         "other optimizer": "holds the state of AdamW, the optimizer is SGD",
@@ -344,6 +360,10 @@ def test_what_is_not_a_whole_checkpoint_of_this_model_is_refused_and_nothing_ove
     (run / "good").rename(run / ".good.previous")
     assert newest(run) == run / "good" and files.resolve(run / "good") == run / ".good.previous"
     assert newest(tmp_path / "nowhere") is None
+
+    edit_manifest(good, lambda m: m.update(saved_at=2e9))  # by a clock far ahead
+    world.run(save_one, str(tmp_path / "later"))
+    assert Manifest.read(tmp_path / "later").saved_at > 2e9
 
 
 # -- interrupted saves -------------------------------------------------------------------------------------

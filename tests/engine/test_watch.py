@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import torch.distributed as dist
 from world import World
@@ -45,6 +46,28 @@ def one_fails(failing: int) -> tuple[bool, list[str], bool]:
 def test_those_who_wait_for_a_failed_rank_are_freed_once(world: World) -> None:
     for heard, reasons, again in world.run(one_fails, 2):
         assert heard and reasons == ["injected"] and not again
+
+
+def one_is_a_step_behind() -> tuple[bool, bool]:
+    """Whether rank 0 hears of a failure in a step before it is in that step, and then."""
+    agreement = Agreement(PATIENCE)
+    heard = []
+    if dist.get_rank() == 1:
+        agreement.progress = 1
+        agreement.announce()
+    dist.barrier()
+    for _ in range(2):
+        calls: list[int] = []
+        agreement.if_announced(partial(calls.append, 1))
+        heard.append(bool(calls))
+        agreement.progress = 1
+    agreement.agree("step", None)
+    agreement.close()
+    return heard[0], heard[1]
+
+
+def test_a_failure_reaches_a_rank_that_is_a_step_behind_once_it_is_there(world: World) -> None:
+    assert world.run(one_is_a_step_behind, ranks=2)[0] == (False, True)
 
 
 def nobody_fails() -> tuple[int, int]:

@@ -143,6 +143,26 @@ def test_a_run_that_switches_is_the_plain_single_process_run(world: World) -> No
 # -- the callback ----------------------------------------------------------------------------------------------
 
 
+def switching_with_callback(folder: str) -> Curve:
+    strategy = CopusStrategy(layout="dp4-tp1-pp1", global_batch_size=8, seed=SEED)
+    callback = CopusCallback(policy="static", run_dir=folder)
+    curve = train(strategy, STEPS, callbacks=[callback], switches=SWITCHES)
+    curve.extra = {"summary": callback.summary()}
+    return curve
+
+
+def test_a_switch_by_the_script_is_recorded_and_booked_like_one_of_the_policy(
+    world: World, tmp_path: Path
+) -> None:
+    curves = world.run(switching_with_callback, str(tmp_path))
+    assert curves[0].configurations == by_step(configuration("dp4-tp1-pp1", 8), SWITCHES, STEPS)
+    events = read_events(tmp_path, "switch")
+    assert [(e["step"], e["to"]) for e in events] == [(step, to.to_dict()) for step, to in SWITCHES.items()]
+    summary = curves[0].extra["summary"]
+    assert summary["layout_switches"] == sum(event["layout_changed"] for event in events) > 0
+    assert summary["seconds"]["switching"] >= sum(event["total_seconds"] for event in events)
+
+
 def run_with_ramp(folder: str) -> Curve:
     strategy = CopusStrategy(seed=SEED)
     callback = CopusCallback(
