@@ -12,6 +12,7 @@ import socket
 import statistics
 import subprocess
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ import commands
 import psutil
 import pytest
 
-from copus_lightning.cli import main
+from copus_lightning.cli import fit, main
 from copus_lightning.core.records import read_events, read_metrics
 from copus_lightning.engine.checkpoint_format import Manifest, newest
 
@@ -272,6 +273,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_last_save_that_fails_is_said(
     summary = json.loads((checkpoints.parent / "summary.json").read_text())
     assert summary["ended_by"] == "max_tokens" and summary["steps"] == last
     assert not list(checkpoints.parent.glob("earlier-*"))
+
+
+def test_what_the_run_before_saves_while_this_one_is_checked_is_not_missed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = folder.with_name("last-moment")
+    shutil.copytree(folder, last)
+    monkeypatch.chdir(last)
+    saved = Path("run/checkpoints").rename("elsewhere")
+
+    def leave(run_dir: Path) -> None:
+        saved.rename(run_dir / "checkpoints")
+
+    monkeypatch.setattr(fit, "claim", leave)
+    ready = fit.prepare(Namespace(config="tiny.yaml", overrides=[]))
+    assert ready.resume == newest("run/checkpoints") and ready.resume is not None
 
 
 def test_where_no_checkpoint_can_be_read_nothing_begins_and_nothing_is_set_aside(
