@@ -191,6 +191,7 @@ class Conductor:
         """
         from copus_lightning.engine.engine import SwitchFailed
 
+        self._finish_switch_event(None)  # of a switch that no step has followed
         before = self.session.live.configuration
         started = time.perf_counter()
         try:

@@ -81,6 +81,8 @@ def prepare(arguments: Namespace) -> Ready:
 
 def run(ready: Ready) -> int:
     """Launches the ranks, profiles if need be, and trains."""
+    from copus_lightning.engine.checkpoint import CheckpointFailed
+
     config, place = ready.config, ready.place
     # Only a launch: the layout that takes least memory per rank serves every case.
     layout = layouts_to_measure(config, place.world_size)[0]
@@ -107,7 +109,11 @@ def run(ready: Ready) -> int:
         fabric.launch()  # joins the ranks that are there
         try:
             training = Training(config, fabric, copus, ready.datasets, resume)
-        except (ValueError, KeyError) as error:  # the same on all ranks: the checkpoint is damaged
+        except (
+            ValueError,
+            KeyError,
+            CheckpointFailed,
+        ) as error:  # the same on all ranks: no checkpoint can be read
             fabric.strategy.teardown()
             return refuse(error, fabric)
         with fabric.strategy.naming_lost_rank():
@@ -123,7 +129,7 @@ def run(ready: Ready) -> int:
     return 0
 
 
-def refuse(error: ValueError | KeyError, fabric: Any) -> int:
+def refuse(error: Exception, fabric: Any) -> int:
     """Says why the run cannot begin, and ends the WORLD group."""
     if fabric.is_global_zero:
         print(f"copus: {' '.join(str(error.args[0]).split())}", file=sys.stderr)

@@ -110,10 +110,12 @@ class RunRecorder:
     def summary(self, fields: Mapping[str, Any]) -> None:
         """Write summary.json, whole or not at all. Numbers that are not finite become null."""
         partial = self.directory / f".{SUMMARY_FILE}.partial"
-        partial.write_text(
-            json.dumps(_plain(dict(fields)), indent=2, allow_nan=False) + "\n", encoding="utf-8"
-        )
-        os.replace(partial, self.directory / SUMMARY_FILE)
+        text = json.dumps(_plain(dict(fields)), indent=2, allow_nan=False) + "\n"
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, self.directory / SUMMARY_FILE)
+        except OSError as error:
+            warnings.warn(f"{SUMMARY_FILE} could not be written ({error.strerror}): {text}", stacklevel=2)
 
 
 def read_metrics(directory: str | os.PathLike[str], every_row: bool = False) -> list[dict[str, Any]]:

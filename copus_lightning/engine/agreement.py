@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from copus_lightning.engine.failures import CONNECTION, Failure, RankLost
+from copus_lightning.engine.failures import MEMORY, OTHER, Failure, RankLost
 
 ROLL_CALL_SECONDS = 5.0
 
@@ -143,7 +143,7 @@ class Agreement:
         names = ", ".join(str(r) for r in missing) if missing else "some rank"
         plural = "s" if len(missing) > 1 else ""
         own = ""
-        if failure is not None and failure.kind != CONNECTION:
+        if failure is not None and failure.kind in (MEMORY, OTHER):
             own = f"; before that rank {self.rank} itself failed: {failure.reason}"
         raise RankLost(
             f"rank{plural} {names} stopped answering in phase '{phase}' (noticed by rank {self.rank}): the run "

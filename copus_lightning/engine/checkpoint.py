@@ -82,9 +82,8 @@ class Checkpointer:
         self.wait()
         self._between_steps("saved")
         engine = self.engine
-        target, everyone, scalars = self._agreed(
-            "save: gather", lambda: self._gathered(path, optimizer), communicates=True
-        )
+        target, everyone = self._agreed("save: gather", lambda: self._gathered(path), communicates=True)
+        scalars = self._agreed("save: scalars", self._gathered_scalars) if optimizer else {}
 
         def stage() -> Writing:
             engine.fault("save: stage")
@@ -142,15 +141,16 @@ class Checkpointer:
         finally:
             self._end_group()
 
-    def _gathered(
-        self, path: str | os.PathLike[str], optimizer: bool
-    ) -> tuple[Path, list[Any] | None, dict[int, dict[str, Any]]]:
-        """Where to write, on rank 0 the random generators of all ranks, and the optimizer's step counts."""
+    def _gathered(self, path: str | os.PathLike[str]) -> tuple[Path, list[Any] | None]:
+        """Where to write, and on rank 0 the random generators of all ranks."""
         engine = self.engine
         target = self._from_first(lambda: files.absolute(path))
         everyone: list[Any] | None = [None] * engine.world_size if engine.rank == 0 else None
         dist.gather_object(generators.capture(engine.device), everyone, dst=0, group=self._group)
-        return target, everyone, engine.assembler.gather_scalars(self._live) if optimizer else {}
+        return target, everyone
+
+    def _gathered_scalars(self) -> dict[int, dict[str, Any]]:
+        return self.engine.assembler.gather_scalars(self._live)
 
     def _chunks_to_save(self, with_state: bool, copy: bool) -> list[Chunk]:
         live = self._live
@@ -304,8 +304,9 @@ class Checkpointer:
 
     def _from_first(self, value: Callable[[], T]) -> T:
         """Rank 0's value; other ranks need not have any."""
+        group = self._group  # made by all ranks, before one of them can fail
         box = [value() if self.engine.rank == 0 else None]
-        dist.broadcast_object_list(box, 0, group=self._group)
+        dist.broadcast_object_list(box, 0, group=group)
         return box[0]  # type: ignore[return-value]
 
     def _agreed(self, phase: str, work: Callable[[], T], communicates: bool = False) -> T:

@@ -38,7 +38,7 @@ class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-        saved_at: Seconds since 1970.
+        saved_at: Seconds since 1970, after those of the checkpoints beside it.
         versions: Of the packages that wrote it.
         model: `class`, Hugging Face `config`, `fingerprint`, and `tied`: second name of a parameter to its first.
         tensors: Shape of every parameter, by name.
@@ -294,11 +294,16 @@ def complete_ones(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def last_saved_at(folder: Path) -> float | None:
-    """When the newest checkpoint in a folder was saved, complete or not; None if there is none."""
+    """When the newest checkpoint in a folder was saved, complete or not; None if there is none.
+
+    Of many, only those are read that the file system says were written last.
+    """
     times = []
-    for manifest in folder.glob(f"*/{MANIFEST}"):
-        with contextlib.suppress(ValueError, OSError):
-            times.append(Manifest.read(manifest.parent).saved_at)
+    with contextlib.suppress(OSError):
+        manifests = sorted(folder.glob(f"*/{MANIFEST}"), key=lambda path: path.stat().st_mtime)
+        for manifest in manifests[-8:]:
+            with contextlib.suppress(ValueError, TypeError, OSError):
+                times.append(float(Manifest.read(manifest.parent).saved_at))
     return max(times, default=None)
 
 

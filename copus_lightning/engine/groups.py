@@ -112,9 +112,15 @@ class GroupCache:
         """Ends what waits in these groups with an error, where the backend can (NCCL). May be called from a thread."""
         # Together: the abort of one communicator of NCCL may wait for a kernel that hangs in another.
         mine = [group for group in list(self._groups.values()) if isinstance(group, ProcessGroup)]
-        threads = [threading.Thread(target=_abort, args=(group,), daemon=True) for group in mine]
-        for thread in threads:
-            thread.start()
+        threads = []
+        for group in mine:
+            thread = threading.Thread(target=_abort, args=(group,), daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # memory may be what is short
+                _abort(group)
+            else:
+                threads.append(thread)
         for thread in threads:
             thread.join()
 

@@ -61,6 +61,10 @@ class VocabRowParallelEmbedding(_FromShard, VocabParallelEmbedding):
         if self.embed_scale is not None:  # a copy on the weight's device, which may be meta
             self.register_buffer("embed_scale", module.embed_scale, persistent=False)
 
+    @staticmethod
+    def validate_embedding(module: Any) -> None:
+        """Takes every embedding that the model's description takes: a plain or a scaled one."""
+
 
 class SummedGradient(nn.Module):
     """A replicated module that works on a rank's share of the activations: its gradients are summed over the group.

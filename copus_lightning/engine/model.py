@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class ModelDescription:
         tied: Names under which a parameter appears a second time, to its first name.
 
     Raises:
-        ValueError: The model has no pipeline plan, dropout, or a part that no rule covers.
+        ValueError: The model has no pipeline plan, layers or head, has dropout, or a part that no rule covers.
     """
 
     def __init__(self, model: Any, seed: int = 0) -> None:
@@ -116,6 +117,7 @@ class ModelDescription:
         self.tied = self._tied_names(model)
         self.styles = self._styles(model)
         self.tensors = self._tensors(model)
+        self._buffers = list(self._rebuilt_buffers(model))
         self._weights: dict[str, torch.Tensor] = {}
 
     @property
@@ -162,10 +164,14 @@ class ModelDescription:
         """Module name to the way its matrix is cut; modules that are not named are replicated."""
         rules = {f"{self.base_name}.{k}": v for k, v in (self.config.base_model_tp_plan or {}).items()}
         embedding = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
-        try:
-            layers.VocabRowParallelEmbedding.validate_embedding(model.get_input_embeddings())
-        except NotImplementedError as error:
-            raise ValueError(f"{embedding} cannot be cut over tensor ranks: {error}") from None
+        for name, wanted in ((embedding, nn.Embedding), (self.head_name, nn.Linear)):
+            module = model.get_submodule(name)
+            scaled = wanted is nn.Embedding and isinstance(getattr(module, "embed_scale", None), torch.Tensor)
+            if type(module).forward is not wanted.forward and not scaled:
+                raise ValueError(
+                    f"{name} is a {type(module).__name__} with a forward pass of its own, and cannot be cut over "
+                    "tensor ranks"
+                )
         styles = {embedding: VOCABULARY, self.head_name: VOCABULARY}
         for name, module in model.named_modules():
             for pattern, style in rules.items():
@@ -228,21 +234,27 @@ class ModelDescription:
                     meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
                     replaced[id(parameter)] = meta
                 setattr(module, leaf, replaced[id(parameter)])
-            if any(b.is_meta for b in module.buffers(recurse=False)):
-                self._rebuild_buffers(module_name, module)
+        for name, leaf, buffer in self._buffers:
+            setattr(self.skeleton.get_submodule(name), leaf, buffer)
 
-    def _rebuild_buffers(self, name: str, module: nn.Module) -> None:
-        """Computes the buffers of a module that was built on ``meta`` (such as rotary frequencies)."""
-        try:
-            with torch.device("cpu"):
-                fresh = type(module)(self.config)  # type: ignore[call-arg]
-        except Exception as error:
-            raise ValueError(
-                f"the buffers of {name} cannot be rebuilt from the config ({error}): "
-                "build the model on a real device instead of meta"
-            ) from error
-        for leaf, buffer in fresh.named_buffers(recurse=False):
-            setattr(module, leaf, buffer)
+    def _rebuilt_buffers(self, model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """What the buffers that were built on ``meta`` hold (such as rotary frequencies): module, name, values."""
+        for name, module in model.named_modules():
+            if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+                continue
+            if hasattr(module, "scalar_embed_scale"):  # of scaled embeddings
+                yield name, "embed_scale", torch.tensor(module.scalar_embed_scale)
+                continue
+            try:
+                with torch.device("cpu"):
+                    fresh = type(module)(self.config)  # type: ignore[call-arg]
+            except Exception as error:
+                raise ValueError(
+                    f"the buffers of {name} cannot be rebuilt from the config ({' '.join(str(error).split())}): "
+                    "build the model on a real device instead of meta"
+                ) from None
+            for leaf, buffer in fresh.named_buffers(recurse=False):
+                yield name, leaf, buffer
 
     def initial_weight(self, tensor: LogicalTensor) -> torch.Tensor:
         """The whole initial value of one parameter, in fp32 on the CPU. Handed out once, then forgotten.

@@ -170,6 +170,7 @@ class Preparation:
             self.prepared = None
 
     def _run(self, engine: Engine) -> None:
+        prepared: Prepared | None = None
         try:
             engine.fault("groups")
             engine.agreement.meet(self._key)
@@ -188,6 +189,9 @@ class Preparation:
             self.prepared = prepared
             self.laps.end("prepare")
         except BaseException as error:  # whatever ends the thread is agreed on by all ranks
+            if prepared is not None:
+                prepared.close()
+            log_traceback(error, engine.rank)
             self.failure = describe(error, engine.rank)
             engine.agreement.warn(self._key)
             if self._thread is None and not isinstance(error, Exception):

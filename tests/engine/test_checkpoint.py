@@ -299,6 +299,9 @@ def refusals(
                 checkpointer.load(good)
             except CheckpointFailed as error:
                 found["a disk"] = (str(error), tiny.differences(before, tiny.state(engine)))
+        for _ in range(2):  # the group of all ranks is made anew after a failure
+            with pytest.raises(CheckpointFailed, match="rank 0 failed in phase 'load: path'"):
+                checkpointer.load(None if engine.rank == 0 else good)  # type: ignore[arg-type]
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             checkpointer.load(good if engine.rank == 0 else None)  # type: ignore[arg-type]  # rank 0's counts

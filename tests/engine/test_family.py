@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from copus_lightning.engine import family
 from copus_lightning.engine.family import check_family
@@ -32,10 +34,9 @@ def check(model: Any) -> str | None:
         ),
         (
             Tiny(family="apertus"),
-            "in 2 shards gives model.layers.0.mlp.act_fn.alpha_p a part of its gradient",
+            "in 2 shards gives model.layers.0.mlp.act_fn.alpha_p another gradient",
         ),
         (Tiny(family="doge"), "in 2 shards fails (RuntimeError"),
-        (Tiny(family="gemma"), "model.embed_tokens cannot be cut over tensor ranks"),
         (Tiny(family="glm4"), "cut by the rule 'colwise_gather_output', which is not supported"),
         (Tiny(options=(("attention_dropout", 0.1),)), "is random in training (attention_dropout=0.1)"),
         (Tiny(family="gpt_neox", options=(("hidden_dropout", 0.1),)), "is a dropout of 0.1"),
@@ -58,9 +59,63 @@ def test_a_rule_that_its_plan_lacks_is_missed() -> None:
     plan = model.config.base_model_tp_plan
     model.config.base_model_tp_plan = {k: v for k, v in plan.items() if not k.endswith("k_norm")}
     with pytest.raises(
-        ValueError, match=r"gives model\.layers\.0\.self_attn\.k_norm\.weight a part of its gradient"
+        ValueError, match=r"gives model\.layers\.0\.self_attn\.k_norm\.weight another gradient"
     ):
         check(model)
+
+
+def test_a_rule_that_would_sum_a_whole_gradient_is_refused() -> None:
+    model = Tiny(family="qwen3", options=(HEADS,)).build()
+    rule = {"layers.*.input_layernorm": "replicated_with_grad_allreduce"}
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, **rule}
+    with pytest.raises(ValueError, match=r"gives model\.layers\.0\.input_layernorm\.weight another gradient"):
+        check(model)
+
+
+class NormalisedHead(torch.nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) / self.weight.norm()
+
+
+class Masked(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = torch.cat([outputs.logits[..., :-5], outputs.logits[..., -5:] - 100], dim=-1)
+        outputs.loss = None
+        return outputs
+
+
+class WithoutLoss(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        return super().forward(*args, **{**kwargs, "labels": None})
+
+
+def test_heads_and_logits_that_need_the_whole_vocabulary_are_refused() -> None:
+    model = Tiny().build()
+    model.lm_head = NormalisedHead(32, 97, bias=False)
+    with pytest.raises(ValueError, match="lm_head is a NormalisedHead with a forward pass of its own"):
+        check(model)
+    with pytest.raises(ValueError, match="with its vocabulary in 2 shards gives logits that are"):
+        check(Masked(Tiny().build().config))
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad, partial(torch.autocast, "cpu")])
+def test_what_the_script_has_set_is_not_seen(around: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "_found", {})
+    model = WithoutLoss(Tiny().build().config)
+    with around(), torch.device("meta"):
+        assert check(model) is None
+
+
+def test_scaled_embeddings_on_meta_keep_their_scale() -> None:
+    options = Tiny(family="gemma3_text", options=(HEADS,))
+    whole = options.build()
+    with torch.device("meta"):
+        model = type(whole)(whole.config)
+    description = ModelDescription(model)
+    assert model.model.embed_tokens.embed_scale.is_meta, "nothing is changed yet"
+    description.take_weights()
+    assert model.model.embed_tokens.embed_scale == whole.model.embed_tokens.embed_scale
 
 
 def test_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +127,7 @@ def test_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         outputs.loss = None if outputs.loss is None else 2 * outputs.loss
         return outputs
 
-    monkeypatch.setattr(family, "_passed", {})
+    monkeypatch.setattr(family, "_found", {})
     monkeypatch.setattr(type(model), "forward", scaled)
     with pytest.raises(ValueError, match="the loss of llama is not the mean cross entropy of the next token"):
         check(model)

@@ -106,7 +106,10 @@ FAMILIES = [
     Tiny(family="qwen3", options=(HEADS,)),  # norms of queries and keys
     Tiny(family="qwen3", options=(HEADS,), tied=True),
     Tiny(family="mistral", options=(HEADS, WINDOW)),
-    Tiny(family="gemma3_text", options=(HEADS, WINDOW), tied=True),  # scaled embeddings
+    Tiny(
+        family="gemma2", options=(HEADS, WINDOW), tied=True, attention="eager"
+    ),  # scaled embeddings, capped logits
+    Tiny(family="gemma3_text", options=(HEADS, WINDOW), tied=True),
     Tiny(family="cohere", tied=True),  # scaled logits
     Tiny(family="granite", options=(("logits_scaling", 8.0), ("residual_multiplier", 0.22))),
     Tiny(family="phi"),

@@ -341,6 +341,32 @@ def test_the_old_layout_is_freed_at_once(world: World, zero_stage: int, dtype: t
         assert left == []
 
 
+def left_of_a_failed_preparation() -> tuple[str | None, list[str]]:
+    """The reason, and which weights of the layout that could not be prepared are still alive."""
+    with tiny.running(DP4, micro_batch_size=2) as engine:
+        tiny.train(engine, [tiny.make_batch()])
+        allocate = engine.assembler.allocate
+        watched: dict[str, Any] = {}
+
+        def without_room(prepared: Any, with_state: bool) -> None:
+            allocate(prepared, with_state)
+            watched.update({n: weakref.ref(p) for n, p in prepared.engine.module.named_parameters()})
+            raise MemoryError("injected")
+
+        engine.assembler.allocate = without_room  # type: ignore[method-assign]
+        reason = try_switch(engine, PP4)
+        del engine.assembler.allocate  # type: ignore[method-assign]
+        tiny.train(engine, [tiny.make_batch()])
+        gc.collect()
+        assert watched
+        return reason, [name for name, parameter in watched.items() if parameter() is not None]
+
+
+def test_a_layout_that_could_not_be_prepared_leaves_nothing_behind(world: World) -> None:
+    for reason, left in world.run(left_of_a_failed_preparation):
+        assert reason is not None and "injected" in reason and left == []
+
+
 def many_switches(n: int) -> dict[str, list[int]]:
     """Groups, threads, descriptors and resident memory after the third switch and at the end."""
     layouts = [DP4, Layout(2, 2, 1), DP2PP2, PP4]

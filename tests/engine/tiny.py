@@ -47,6 +47,7 @@ class Tiny:
     n_kv_heads: int = 4
     family: str = "llama"
     options: tuple[tuple[str, Any], ...] = ()
+    attention: str = "sdpa"
 
     def build(self) -> Any:
         """The model, with the same weights each time; norm weights are random, lest they all look alike."""
@@ -68,7 +69,7 @@ class Tiny:
         config = AutoConfig.for_model(self.family, **{**sizes, **dict(self.options)})
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=self.attention)
             for parameter in model.parameters():
                 if parameter.ndim == 1:
                     torch.nn.init.normal_(parameter, 1.0, 0.1)

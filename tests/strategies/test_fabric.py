@@ -143,10 +143,19 @@ def test_a_run_that_switches_is_the_plain_single_process_run(world: World) -> No
 # -- the callback ----------------------------------------------------------------------------------------------
 
 
+THERE = configuration("dp1-tp1-pp4", 8, 2)
+
+
 def switching_with_callback(folder: str) -> Curve:
     strategy = CopusStrategy(layout="dp4-tp1-pp1", global_batch_size=8, seed=SEED)
     callback = CopusCallback(policy="static", run_dir=folder)
-    curve = train(strategy, STEPS, callbacks=[callback], switches=SWITCHES)
+
+    def there_and_back(step: int, optimizer: Any) -> None:
+        if step == 11:  # two switches between two steps
+            strategy.switch(THERE)
+            strategy.switch(SWITCHES[10])
+
+    curve = train(strategy, STEPS, callbacks=[callback], switches=SWITCHES, edit=there_and_back)
     curve.extra = {"summary": callback.summary()}
     return curve
 
@@ -157,7 +166,8 @@ def test_a_switch_by_the_script_is_recorded_and_booked_like_one_of_the_policy(
     curves = world.run(switching_with_callback, str(tmp_path))
     assert curves[0].configurations == by_step(configuration("dp4-tp1-pp1", 8), SWITCHES, STEPS)
     events = read_events(tmp_path, "switch")
-    assert [(e["step"], e["to"]) for e in events] == [(step, to.to_dict()) for step, to in SWITCHES.items()]
+    expected = [*SWITCHES.items(), (11, THERE), (11, SWITCHES[10])]
+    assert [(event["step"], event["to"]) for event in events] == [(at, to.to_dict()) for at, to in expected]
     summary = curves[0].extra["summary"]
     assert summary["layout_switches"] == sum(event["layout_changed"] for event in events) > 0
     assert summary["seconds"]["switching"] >= sum(event["total_seconds"] for event in events)
