@@ -25,6 +25,17 @@ from copus_lightning.strategies.processes import DEFAULT_TIMEOUT_SECONDS, Proces
 from copus_lightning.strategies.session import Facade, Options, Session
 
 
+class EnginePrecision(Precision):
+    """Leaves numbers to the engine: no autocast and no cast of the user's module on top of it.
+
+    Args:
+        precision: What the user wished, to be read by others.
+    """
+
+    def __init__(self, precision: Any) -> None:
+        self.precision = precision
+
+
 class CopusStrategy(Processes, ParallelStrategy):
     """Trains a Hugging Face causal language model with data, tensor and pipeline parallelism under Fabric.
 
@@ -146,10 +157,11 @@ class CopusStrategy(Processes, ParallelStrategy):
     @precision.setter
     @override
     def precision(self, precision: Precision | None) -> None:
-        # The engine does it all: no autocast and no cast of the user's module on top of it.
+        # None stays None: Fabric takes a plugin that a strategy has for its precision, over its own argument.
+        self._precision = None
         if precision is not None:
             self.dtype = wanted_dtype(precision)
-        self._precision = Precision()
+            self._precision = EnginePrecision(precision.precision)
 
     # -- model and data ----------------------------------------------------------------------------------------
 

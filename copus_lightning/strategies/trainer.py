@@ -168,16 +168,16 @@ class CopusTrainerStrategy(TrainerCheckpoints):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        return self._precision_plugin if self._precision_plugin is not None else Precision()
+        return self._precision_plugin or EnginePrecision(self, "32-true")
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        # The engine does it all: no autocast and no cast of the user's module on top of it.
+        # None stays None: Trainer takes a plugin that a strategy has for its precision, over its own argument.
+        self._precision_plugin = None
         if precision_plugin is not None:
             self.dtype = wanted_dtype(precision_plugin)
-        name = "32-true" if precision_plugin is None else precision_plugin.precision
-        self._precision_plugin = EnginePrecision(self, name)
+            self._precision_plugin = EnginePrecision(self, precision_plugin.precision)
 
     # -- model and data --------------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class CopusTrainerStrategy(TrainerCheckpoints):
 
 
 class EnginePrecision(Precision):
-    """Leaves numbers to the engine, and hands it the clipping.
+    """Leaves numbers to the engine, without autocast or a cast on top, and hands it the clipping.
 
     Args:
         strategy: Whose session clips.

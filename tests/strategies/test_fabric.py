@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.loggers import CSVLogger
+from lightning.fabric.plugins import MixedPrecision
 from strategy_runs import (
     Curve,
     Samples,
@@ -240,6 +241,32 @@ def test_the_callback_changes_the_layout(world: World) -> None:
     assert curves[0].extra["layout_switches"] == 2
     assert curves[0].extra["noise_trace"] > 0
     assert curves[0].extra["noise_trace"] == curves[1].extra["noise_trace"], "all ranks estimate the same"
+
+
+def types(precision: str, as_plugin: bool) -> tuple[set[torch.dtype], float]:
+    """Of the weights that are trained, and the loss of a step."""
+    plugin = MixedPrecision("bf16-mixed", "cpu") if as_plugin else None
+    strategy = CopusStrategy(layout="dp2-tp1-pp1", global_batch_size=8, seed=SEED, precision=plugin)
+    wanted: Any = None if as_plugin else precision
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=wanted)
+    fabric.launch()
+    try:
+        model = build_model()
+        model, _ = fabric.setup(model, build_optimizer(model))
+        loss = model(**{"input_ids": torch.arange(128).view(4, 32) % 90}).loss
+        live = strategy.session.live.live
+        assert live is not None
+        return {p.dtype for p in live.optimizer.parameters.values()}, loss.item()
+    finally:
+        strategy.teardown()
+
+
+def test_the_precision_is_the_one_that_was_asked_for(world: World) -> None:
+    whole, exact = world.run(types, "32-true", False, ranks=2)[0]
+    assert whole == {torch.float32}
+    for precision, as_plugin in (("bf16-mixed", False), ("bf16-true", False), ("bf16-mixed", True)):
+        half, rounded = world.run(types, precision, as_plugin, ranks=2)[0]
+        assert half == {torch.bfloat16} and 0 < abs(rounded - exact) < 0.05
 
 
 def run_observed(observe: bool, zero_stage: int, precision: str) -> Curve:

@@ -119,6 +119,17 @@ def fit(
 
 # -- a run with switches ---------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(
+    ("precision", "wanted"),
+    [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16)],
+)
+def test_the_precision_is_the_one_that_was_asked_for(precision: Any, wanted: torch.dtype) -> None:
+    strategy = CopusTrainerStrategy()
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision=precision, logger=False)
+    assert strategy.dtype == wanted and trainer.precision == precision
+
+
 STEPS = 12
 SWITCHES = {
     3: configuration("dp2-tp1-pp2", 16, 2),
