@@ -62,7 +62,7 @@ def main() -> None:
         devices=args.devices,
         strategy=CopusStrategy(layout=args.layout, micro_batch_size=args.micro_batch_size),  # copus
         callbacks=[copus],  # copus
-        loggers=[CSVLogger(args.run_dir, name="csv", flush_logs_every_n_steps=10)],
+        loggers=[CSVLogger(args.run_dir, name="csv", flush_logs_every_n_steps=1)],
     )
     fabric.launch()
 

@@ -10,7 +10,7 @@ from copus_lightning.config import Config, ConfigError
 from copus_lightning.core.layout import Configuration
 from copus_lightning.engine.checkpoint_format import (
     Manifest,
-    newest,
+    complete_ones,
     read_complete,
     remove,
     remove_leftovers,
@@ -44,7 +44,7 @@ def find_resume(config: Config) -> Path | None:
 
 
 def _find_newest(folder: Path) -> Path | None:
-    found = newest(folder)
+    found = next(iter(complete_ones(folder)), None)
     if found is None:
         # A run is not begun anew, and its checkpoints set aside, because none of them can be read.
         for path in sorted(folder.glob("step-*"), reverse=True):
@@ -86,12 +86,16 @@ class Keeper:
     Args:
         config: The run.
         is_first_rank: Removes; other ranks do not.
+
+    Attributes:
+        damaged: Those that could not be read: they stay, but are not what a run could go back to.
     """
 
     def __init__(self, config: Config, is_first_rank: bool) -> None:
         self.every_tokens = config.run.checkpoint_every_tokens
         self.directory = directory(config)
         self.is_first_rank = is_first_rank
+        self.damaged: set[Path] = set()
         self._next = self.every_tokens
 
     def start_at(self, tokens: int) -> None:
@@ -124,7 +128,8 @@ class Keeper:
         saved_at = {}
         for path in self.directory.glob("step-*"):
             with contextlib.suppress(ValueError, OSError):
-                saved_at[path] = Manifest.read(path).saved_at
+                if path.absolute() not in self.damaged:
+                    saved_at[path] = read_complete(path).saved_at
         kept = KEPT - (saved_at.pop(last, None) is not None)
         # By age: a run that was taken back to an earlier checkpoint still has later steps of another course.
         for path in sorted(saved_at, key=saved_at.__getitem__)[:-kept]:

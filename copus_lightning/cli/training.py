@@ -18,7 +18,7 @@ from copus_lightning.cli.progress import RunView
 from copus_lightning.config import Config
 from copus_lightning.core.records import read_events
 from copus_lightning.data import TokenDataset, unigram_entropy
-from copus_lightning.engine.checkpoint_format import complete_ones
+from copus_lightning.engine.checkpoint_format import complete_ones, damaged_ones
 
 
 class Training:
@@ -204,6 +204,8 @@ class Training:
         older: list[Path] = []
         if self.config.run.resume == "auto":
             older = self.fabric.broadcast([p for p in complete_ones(path.parent) if p != path])
+            for damaged, reason in damaged_ones(path.parent).items():
+                self._refused(damaged, reason)
         first_refusal: Exception | None = None
         for candidate in (path, *older):
             try:
@@ -215,11 +217,15 @@ class Training:
                 CheckpointFailed,
             ) as error:  # the same on all ranks, and nothing was changed
                 reason = " ".join(str(error.args[0]).split())
-                self._event("checkpoint_refused", path=str(candidate), reason=reason)
-                self.view.note(self.copus.last_row, reason)
+                self._refused(candidate, reason)
                 first_refusal = first_refusal or error
         assert first_refusal is not None
         raise first_refusal
+
+    def _refused(self, path: Path, reason: str) -> None:
+        self.keeper.damaged.add(path.absolute())
+        self._event("checkpoint_refused", path=str(path), reason=reason)
+        self.view.note(self.copus.last_row, reason)
 
     def _load_one(self, path: Path) -> None:
         state, session, controller = self._state, self.fabric.strategy.session, self.copus.controller

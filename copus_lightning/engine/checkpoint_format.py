@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -268,8 +269,24 @@ def resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def newest(directory: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint in a folder that was saved last, for a resume; None if there is none."""
+    """The complete checkpoint in a folder that was saved last, for a resume; None if there is none.
+
+    Warns of those that are passed over because files of theirs are missing or cut short.
+    """
+    for reason in damaged_ones(directory).values():
+        warnings.warn(f"passed over: {reason}", stacklevel=2)
     return next(iter(complete_ones(directory)), None)
+
+
+def damaged_ones(directory: str | os.PathLike[str]) -> dict[Path, str]:
+    """What is visibly wrong with checkpoints in a folder, by path; one line each."""
+    reasons = {}
+    for manifest in sorted(Path(directory).glob(f"[!.]*/{MANIFEST}")):
+        try:
+            read_complete(manifest.parent)
+        except (ValueError, OSError) as error:
+            reasons[manifest.parent] = str(error)
+    return reasons
 
 
 def complete_ones(directory: str | os.PathLike[str]) -> list[Path]:

@@ -96,6 +96,9 @@ def export(
     config = {**manifest.model["config"], "architectures": [manifest.model["class"]], "dtype": dtype}
     names.append("config.json")
     (temporary / names[-1]).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    mode = (temporary / names[-1]).stat().st_mode
+    for name in names:  # safetensors' own are for the user alone
+        (temporary / name).chmod(mode)
     if target.exists():
         target.rmdir()
     temporary.rename(target)

@@ -165,7 +165,12 @@ class Session:
         assert self.configuration is not None
         per_rank = global_batch_size // self.configuration.layout.data
         micro = self.options.micro_batch_size
-        return micro if per_rank % micro == 0 else 1
+        if per_rank % micro:
+            raise ValueError(
+                f"micro_batch_size={micro} does not divide the {per_rank} samples that the DataLoader's batch_size "
+                "gives each data rank: set it to a divisor, or set global_batch_size of the strategy"
+            )
+        return micro
 
     def _data_place(self) -> tuple[int, int]:
         assert self.configuration is not None

@@ -48,6 +48,14 @@ def test_the_one_that_was_saved_last_stays_whatever_the_clocks_say(keeper: Keepe
     assert names(keeper) == ["step-00000002", "step-00000003"]
 
 
+def test_what_could_not_be_read_does_not_count(keeper: Keeper) -> None:
+    for step in range(1, 5):
+        save(keeper.path(step), saved_at=step)
+    keeper.damaged.add(keeper.path(3))
+    keeper.remove_old(keeper.path(4))
+    assert names(keeper) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
 def test_leftovers_are_cleared_away(keeper: Keeper) -> None:
     save(keeper.path(7), saved_at=7)
     for name in (".step-00000003.removing", ".step-00000004.saving", ".step-00000007.previous"):

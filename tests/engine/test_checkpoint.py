@@ -359,7 +359,11 @@ def test_what_is_not_a_whole_checkpoint_of_this_model_is_refused_and_nothing_ove
         if name != "no manifest":
             edit_manifest(run / name, lambda m, number=number: m.update(saved_at=number))
     shutil.copytree(good, run / ".newer.saving")
-    assert newest(run) == run / "good"
+    with pytest.warns(UserWarning, match="passed over: ") as warned_of:
+        assert newest(run) == run / "good"
+    assert len(warned_of) == 2, "there is nothing to say of what is no checkpoint"
+    for name in ("missing", "truncated"):
+        shutil.rmtree(run / name)
     (run / "good").rename(run / ".good.previous")
     assert newest(run) == run / "good" and files.resolve(run / "good") == run / ".good.previous"
     assert newest(tmp_path / "nowhere") is None

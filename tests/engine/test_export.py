@@ -38,6 +38,7 @@ def test_from_pretrained_loads_an_export_with_equal_logits(world: World, tmp_pat
 
     written = export(tmp_path / "checkpoint", tmp_path / "whole")
     assert [path.name for path in written] == ["model.safetensors", "config.json"]
+    assert len({path.stat().st_mode for path in written}) == 1, "whoever may read one may read the other"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert loaded.dtype == torch.float32 and type(loaded) is type(here)
     with torch.no_grad():

@@ -355,6 +355,9 @@ def misuse(folder: str) -> dict[str, str]:
         attempt("does not fit", lambda: fabric.strategy.switch(configuration("dp1-tp1-pp4", 4)))
     finally:
         fabric.strategy.teardown()
+    other = L.Fabric(accelerator="cpu", devices=2, strategy=CopusStrategy(micro_batch_size=3))
+    other.launch()
+    attempt("micro-batch", lambda: other.setup_dataloaders(DataLoader(DATASET, batch_size=4)))
     attempt("layout", lambda: L.Fabric(accelerator="cpu", devices=2, strategy=CopusStrategy("dp4-tp1-pp1")))
     attempt(
         "batch", lambda: L.Fabric(accelerator="cpu", devices=2, strategy=CopusStrategy(global_batch_size=3))
@@ -377,6 +380,7 @@ def test_misuse_gets_one_clear_line(world: World, tmp_path: Path) -> None:
         "infinity norm": "2-norm",
         "own accumulation": "gradient accumulation",
         "does not fit": "dp1-tp1-pp4",
+        "micro-batch": "micro_batch_size=3 does not divide the 4 samples",
         "layout": "dp4-tp1-pp1",
         "batch": "3",
         "precision": "bf16-mixed",
