@@ -124,6 +124,7 @@ class Keeper:
         """
         if not self.is_first_rank:
             return
+        self.damaged.discard(last.absolute())  # it is written anew
         remove_leftovers(self.directory, but=last)
         saved_at = {}
         for path in self.directory.glob("step-*"):

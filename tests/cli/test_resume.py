@@ -292,17 +292,17 @@ def test_what_the_run_before_saves_while_this_one_is_checked_is_not_missed(
 
 
 def test_where_no_checkpoint_can_be_read_nothing_begins_and_nothing_is_set_aside(
-    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = checkpoints.parents[1].with_name("unreadable")
-    shutil.copytree(checkpoints.parents[1], folder)
-    monkeypatch.chdir(folder)
+    unreadable = folder.with_name("unreadable")
+    shutil.copytree(folder, unreadable)
+    monkeypatch.chdir(unreadable)
     saved = sorted(Path("run/checkpoints").glob("step-*"))
     assert len(saved) == 2
     for path in saved:
         damage(path)
     n_rows = len(read_metrics("run"))
-    done = commands.run(*COPUS, *ALONE, cwd=folder)
+    done = commands.run(*COPUS, *ALONE, cwd=unreadable)
     assert done.returncode == 2 and not list(Path("run").glob("earlier-*"))
     (line,) = done.stderr.splitlines()
     assert line.startswith("copus: ") and "is damaged, its checksum differs" in line
