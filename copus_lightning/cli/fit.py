@@ -81,7 +81,7 @@ def prepare(arguments: Namespace) -> Ready:
 
 def run(ready: Ready) -> int:
     """Launches the ranks, profiles if need be, and trains."""
-    from copus_lightning.engine.checkpoint import CheckpointFailed
+    from copus_lightning.engine.checkpoint import REFUSALS
 
     config, place = ready.config, ready.place
     # Only a launch: the layout that takes least memory per rank serves every case.
@@ -109,11 +109,7 @@ def run(ready: Ready) -> int:
         fabric.launch()  # joins the ranks that are there
         try:
             training = Training(config, fabric, copus, ready.datasets, resume)
-        except (
-            ValueError,
-            KeyError,
-            CheckpointFailed,
-        ) as error:  # the same on all ranks: no checkpoint can be read
+        except REFUSALS as error:  # no checkpoint can be read
             fabric.strategy.teardown()
             return refuse(error, fabric)
         with fabric.strategy.naming_lost_rank():

@@ -199,7 +199,7 @@ class Training:
 
     def _load(self, path: Path) -> None:
         """Goes on from a checkpoint; one that `auto` has found may turn out to be damaged, then from the one before."""
-        from copus_lightning.engine.checkpoint import CheckpointFailed
+        from copus_lightning.engine.checkpoint import REFUSALS
 
         older: list[Path] = []
         if self.config.run.resume == "auto":
@@ -211,11 +211,7 @@ class Training:
             try:
                 self._load_one(candidate)
                 return
-            except (
-                ValueError,
-                KeyError,
-                CheckpointFailed,
-            ) as error:  # the same on all ranks, and nothing was changed
+            except REFUSALS as error:
                 reason = " ".join(str(error.args[0]).split())
                 self._refused(candidate, reason)
                 first_refusal = first_refusal or error

@@ -39,6 +39,10 @@ class CheckpointFailed(CollectiveError):
     """A checkpoint could not be written or read, on some rank. The one before is intact, the run can go on."""
 
 
+REFUSALS = (ValueError, KeyError, CheckpointFailed)
+"""What a load raises on all ranks alike, with nothing overwritten."""
+
+
 class Checkpointer:
     """Saves and loads for one engine. Collective, like the engine.
 
@@ -83,7 +87,9 @@ class Checkpointer:
         self._between_steps("saved")
         engine = self.engine
         target, everyone = self._agreed("save: gather", lambda: self._gathered(path), communicates=True)
-        scalars = self._agreed("save: scalars", self._gathered_scalars) if optimizer else {}
+        scalars: dict[int, dict[str, Any]] = {}
+        if optimizer:
+            scalars = self._agreed("save: scalars", lambda: engine.assembler.gather_scalars(self._live))
 
         def stage() -> Writing:
             engine.fault("save: stage")
@@ -148,9 +154,6 @@ class Checkpointer:
         everyone: list[Any] | None = [None] * engine.world_size if engine.rank == 0 else None
         dist.gather_object(generators.capture(engine.device), everyone, dst=0, group=self._group)
         return target, everyone
-
-    def _gathered_scalars(self) -> dict[int, dict[str, Any]]:
-        return self.engine.assembler.gather_scalars(self._live)
 
     def _chunks_to_save(self, with_state: bool, copy: bool) -> list[Chunk]:
         live = self._live

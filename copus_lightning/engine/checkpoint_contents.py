@@ -33,10 +33,10 @@ def describe_run(
     """The manifest, still without files.
 
     Args:
-        earlier: When the newest checkpoint in the folder was saved, after which this one counts as saved whatever the
-            clock of this machine says.
         scalars: Empty before the first optimizer step; None if the weights are saved alone.
         labels: The caller's own.
+        earlier: When the newest checkpoint in the folder was saved, after which this one counts as saved whatever the
+            clock of this machine says.
     """
     description, handle = engine.assembler.description, engine.assembler.handle
     tensors = engine.assembler.state_map.tensors

@@ -240,8 +240,8 @@ def _shard(
 
 
 def shrunken(model: Any) -> Any:
-    """A small model of the same class and config on the CPU, with weights at which scales and caps are felt."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    """A small model of the same class and config, with weights at which scales and caps are felt."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = type(model)(_small_config(model.config)).float().eval()
         for parameter in small.parameters():
